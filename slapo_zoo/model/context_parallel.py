@@ -105,6 +105,6 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
         raise ArchitectureError("zoo", what, problem, f"use cp=1; cp runs for {', '.join(known)}")
     if getattr(config, "token_dropout", False):
         problem = (
-            "the config has token_dropout=True, which needs all tokens of a row; a cp rank has some"
+            "the config's token_dropout=True needs all tokens of a row, and a cp rank has some"
         )
         raise ArchitectureError("zoo", what, problem, "pass token_dropout=False, or use cp=1")

@@ -97,9 +97,7 @@ def _raise_different(
     names = [name for name in every[peer] if repr(every[rank].get(name)) != repr(every[peer][name])]
     name = min(names, default="parameters")
     values = [every[one].get(name, "nothing") for one in (rank, peer)]
-    problem = (
-        f"rank {rank} has other values of this tensor ({values[0]}) than rank {peer} ({values[1]})"
-    )
+    problem = f"rank {rank} has other values ({values[0]}) than rank {peer} ({values[1]})"
     hint = "load the same files on all ranks: one of the two may read another or an older copy"
     raise MeshError(what, name, problem, hint)
 

@@ -330,9 +330,7 @@ def _check_dropout(
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
            for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
-        problem = (
-            f"lora_dropout acts on {size} inputs, which tp={mesh.tp} shards into unequal parts"
-        )
+        problem = f"tp={mesh.tp} shards the {size} inputs of lora_dropout into unequal parts"
         raise SlapoError(STEP, path, problem, "pass lora_dropout=0.0, or use another tp")
 
 
@@ -360,9 +358,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
     """Fill `values` (key in files --> tensor) from an adapter's files; SlapoError if these have keys not in `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
-            problem = (
-                f"the files have {len(unknown)} tensors that the model does not have: {unknown[:3]}"
-            )
+            problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
             raise SlapoError(str(folder), "adapter", problem, "load an adapter of this model")
         targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
         load_tensors(targets, files, {key: key for key in targets}, Mesh())

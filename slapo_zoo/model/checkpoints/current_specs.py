@@ -40,9 +40,7 @@ def refresh_specs(model: Any, step: str) -> None:
     require_known_weights(model, step)
     added = _added(model, found, known)
     if added and mesh.pp > 1:
-        problem = (
-            f"the tensor was added after the load, so none of the pp={mesh.pp} stages saves it"
-        )
+        problem = f"the tensor was added after the load: none of the pp={mesh.pp} stages saves it"
         raise SlapoError(step, min(added), problem, "save this tensor separately, or use pp=1")
     dtypes = {name: _dtype(tensor) for name, tensor in found.items() if name in known}
     if mesh.pp > 1:

@@ -174,9 +174,8 @@ def refuse_adapters(model: Any, step: str) -> None:
     """Raise WeightsError if the model has adapters, which training checkpoints do not support. `step` names the call."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
-        raise WeightsError(
-            step, "model", "the model has adapters, which training checkpoints do not support", hint
-        )
+        problem = "the model has adapters, which training checkpoints do not support"
+        raise WeightsError(step, "model", problem, hint)
 
 
 class _Save:
@@ -247,9 +246,7 @@ class _Save:
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
         own = [mine for *_, mine in found]
         if differ := unlike([mine["step"] for mine in own]):
-            problem = (
-                f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 passed {own[0]['step']}"
-            )
+            problem = f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
             raise WeightsError(SAVE, "step", problem, "pass the same step= on all ranks")
         self.state["step"] = own[0]["step"]
         for name in OF_COPY:

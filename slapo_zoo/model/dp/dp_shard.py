@@ -242,12 +242,8 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
     if size == 1:
         if stage != 3:  # the default
             problem = "with dp_shard=1 (the default) nothing is sharded over dp"
-            raise MeshError(
-                "from_pretrained",
-                f"zero_stage={stage}",
-                problem,
-                "also pass dp_shard=, a divisor of dp",
-            )
+            hint = "also pass dp_shard=, a divisor of dp"
+            raise MeshError("from_pretrained", f"zero_stage={stage}", problem, hint)
         return
     if (ranks := mesh.size("loss")) % size:
         near = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
@@ -256,8 +252,6 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
             "from_pretrained", f"dp_shard={size}", problem, f"pass a divisor; the nearest is {near}"
         )
     if target not in (None, "torch") or options:
-        problem = (
-            "not supported with target= or target_options=: that engine shards parameters itself"
-        )
+        problem = "with target= or target_options= the engine shards parameters itself"
         hint = "leave out dp_shard=, or leave out target= and target_options="
         raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)

@@ -80,9 +80,7 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     found = of_all(mine).tolist()
     if differ := unlike(found):
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
-        problem = (
-            f"on ranks {differ} the trained input of shape {shapes} has other values than on rank 0"
-        )
+        problem = f"on ranks {differ} the trained input {shapes} has other values than on rank 0"
         hint = "make the parameter after the same torch.manual_seed on every rank, or dist.broadcast(p.data, 0)"
         raise MeshError("forward", "a trained input", problem, hint)
 

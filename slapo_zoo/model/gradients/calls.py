@@ -69,9 +69,7 @@ class Calls:
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
             problem = f"with FSDP2, which shards parameters itself, only train_step sums {min(partial)}.grad over tp"
-            raise MeshError(
-                "backward", "a loop of your own", problem, "call model.train_step(batch)"
-            )
+            raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
             return
         trained = [(name, p) for name, p in every if p.requires_grad]

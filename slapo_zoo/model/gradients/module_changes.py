@@ -148,9 +148,7 @@ class Structure:
             at = here.get(name), found.get(name)
             is_same = at[0] == at[1] or at[0] == [0]  # [0]: an engine holds the values
             if not is_same and (strict or None not in at):
-                problem = (
-                    f"found shape {at[1] or 'none'}, expected this rank's shard {at[0] or 'none'}"
-                )
+                problem = f"found {at[1] or 'none'}, expected this rank's shard {at[0] or 'none'}"
                 hint = "load unsharded tensors by model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
                 raise WeightsError("load_state_dict", name, problem, hint)
         return parent.load_state_dict(state_dict, strict, assign)
@@ -172,9 +170,7 @@ class Structure:
         model: Any = self
         size = model.config.get_text_config().vocab_size
         if new_num_tokens is not None and new_num_tokens != size:
-            problem = (
-                f"found {new_num_tokens}, expected {size}, the size of the vocabulary at the load"
-            )
+            problem = f"found {new_num_tokens}, expected {size}, the vocabulary size at the load"
             hint = "resize the plain transformers model, save it by save_pretrained, and load that folder"
             raise SlapoError("resize_token_embeddings", "new_num_tokens", problem, hint)
         return model.get_input_embeddings()

@@ -118,7 +118,7 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
         problem = (
-            "this optimizer may not work element by element, and this process runs several ranks"
+            "the optimizer may not work element by element, and this process runs several ranks"
         )
         raise SlapoError(f"{name}.step", "exact=", problem, "use AdamW, or leave exact= out")
 
