@@ -141,7 +141,7 @@ def with_a_local_mask(folder, layout):
 def test_gradient_hook_that_returns_a_tensor_of_the_local_shard_shape_is_refused(layout, tmp_path):
     options = LAYOUTS[layout]
     mesh = tuple(options.get(dim, 1) for dim in ("tp", "pp", "dp"))
-    with pytest.raises(MeshError, match=r"unsharded tensor \[99, 30\]"):
+    with pytest.raises(MeshError, match=r"unsharded parameter \[99, 30\]"):
         emulate(with_a_local_mask, checkpoint(FAMILIES["gpt2"], tmp_path), options, mesh=mesh)
 
 

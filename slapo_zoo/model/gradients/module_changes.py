@@ -170,7 +170,7 @@ class Structure:
         model: Any = self
         size = model.config.get_text_config().vocab_size
         if new_num_tokens is not None and new_num_tokens != size:
-            problem = f"found {new_num_tokens}, expected {size}, the vocabulary size at the load"
+            problem = f"found {new_num_tokens}, expected {size}, the size of the sharded vocabulary"
             hint = "resize the plain transformers model, save it by save_pretrained, and load that folder"
             raise SlapoError("resize_token_embeddings", "new_num_tokens", problem, hint)
         return model.get_input_embeddings()

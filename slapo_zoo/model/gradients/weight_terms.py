@@ -59,9 +59,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
             hint = "write a sum over elements, e.g. p.square().sum() / elements of the unsharded weight"
             raise MeshError("train_step", "loss_fn", problem, hint)
         if mesh.pp > 1 and not (row and row.sums(True, TIED)):
-            problem = (
-                f"a loss term depends on the weight {name}, which other pipeline stages do not hold"
-            )
+            problem = f"the loss has a term in the weight {name}, which other stages do not hold"
             hint = "leave the term out of loss_fn; after train_step add its gradient to each p.grad"
             raise MeshError("train_step", "loss_fn", problem, hint)
         factor = _factor(runtime, row, p)
