@@ -85,7 +85,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return the transformers class's attribute for Trainer; SlapoError in plain Trainer, which would add DDP."""
+        """Return the transformers class's attribute, which Trainer reads; SlapoError in plain Trainer, which adds DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "this trainer would wrap the model, which is sharded over ranks, in DDP"
             hint = "use slapo_zoo.ScheduledTrainer"
@@ -125,8 +125,8 @@ class Scheduled(Structure, Generates, Recomputes):
             micro_batches: number of equal parts of the rows. BatchNorm takes its statistics over each part (of all dp
                 ranks), as in plain gradient accumulation.
             return_logits: return the logits too; they are sent from the last stage to every rank.
-            targets: for gradients accumulated over several batches: number of targets of each loss term in all of them
-                on this dp rank (`losses.count_targets`). The loss is then this batch's share of the mean, and the
+            targets: for gradients accumulated over several batches: number of targets of each loss term in all these
+                batches on this dp rank (`losses.count_targets`). The loss is then this batch's share of the mean, and the
                 shares add up as in one large batch.
             loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given, a scalar. It is
                 called per micro-batch, with all entries of the batch; the loss of the step is the mean over
