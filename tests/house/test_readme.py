@@ -47,7 +47,7 @@ def pages_server(tmp_path_factory):
         yield run
 
 
-PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
+PAGES = ["docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
          "docs/adding_an_architecture.md", "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
          "docs/tuning.md", "docs/trainer.md", "docs/cards.md", "docs/lora.md", "docs/same_bits.md",
          "docs/your_own_loop.md", "docs/how_a_linear_is_sharded.md"]  # fmt: skip
@@ -87,7 +87,7 @@ def command(words, folder, server):
     return said
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PAGES)  # the README's run below, with its commands
 def test_python_blocks_of_every_docs_page_run_without_error(name, ran):
     code, said, _ = ran(name)
     assert code == 0, said

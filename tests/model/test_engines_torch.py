@@ -16,7 +16,7 @@ LAYOUTS = {  # tp, pp, dp, data_parallel
     "pp2-dp2-fsdp2": (1, 2, 2, "fsdp2"),
 }
 ALWAYS = {  # each kind of data parallelism alone, beside tp or beside stages, and each family
-    ("bert", "dp2-ddp"), ("gpt2", "tp2-dp2-fsdp2"), ("gpt2", "pp2-dp2-ddp"), ("t5", "pp2-dp2-fsdp2"), ("bert", "tp2-pp2"),
+    ("bert", "dp2-ddp"), ("gpt2", "tp2-dp2-fsdp2"), ("t5", "pp2-dp2-ddp"), ("gpt2", "pp2-dp2-fsdp2"), ("bert", "tp2-pp2"),
 }  # fmt: skip
 
 
