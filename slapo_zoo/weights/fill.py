@@ -21,8 +21,8 @@ from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
-from slapo_zoo.weights.load import LoadOptions, load_tensors
 from slapo_zoo.weights.load_memory import Target, fresh_like
+from slapo_zoo.weights.load_rank_slices import LoadOptions, load_tensors
 from slapo_zoo.weights.names import NameMap, match_names
 
 # Keys beside a quantized weight in files of bitsandbytes, GPTQ, AWQ and fp8.

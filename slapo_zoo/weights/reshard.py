@@ -24,7 +24,7 @@ from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.ledger import OnBytes, byte_progress
-from slapo_zoo.weights.load import FLOATS
+from slapo_zoo.weights.load_rank_slices import FLOATS
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.snapshot import read_whole
 from slapo_zoo.weights.training_folder import TrainingFolder, open_training

@@ -6,11 +6,11 @@ from safetensors.torch import save_file
 
 from shards import assert_same, local_tensors, model
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.weights import load
+from slapo_zoo.weights import load_rank_slices
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import load_tensors
 from slapo_zoo.weights.load_memory import Target
+from slapo_zoo.weights.load_rank_slices import load_tensors
 
 
 def load_onto(device, folder, mesh):
@@ -37,7 +37,9 @@ def test_weights_loaded_through_staging_buffers_equal_the_file_for_every_shardin
     """The buffers work on the CPU too: `load_tensors` copies through them as it would for a GPU."""
     copies, cpu = [], torch.device("cpu")
     monkeypatch.setattr(
-        load, "_copy", lambda *args: copies.append(args) or DeviceCopy(cpu, size=96).fill(*args)
+        load_rank_slices,
+        "_copy",
+        lambda *args: copies.append(args) or DeviceCopy(cpu, size=96).fill(*args),
     )
     load_onto(cpu, tmp_path, mesh)
     assert copies

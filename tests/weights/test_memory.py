@@ -13,8 +13,8 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import load_tensors
 from slapo_zoo.weights.load_memory import LARGE_PAGE, LEAST_MAPPED, Target, fresh_like
+from slapo_zoo.weights.load_rank_slices import load_tensors
 
 SIDE = 512  # a matrix of a MiB: half of it is large enough to stay mapped
 

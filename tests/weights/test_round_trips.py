@@ -15,8 +15,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.weights.file_layout import plan_layout, torch_dtype
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import load_tensors
 from slapo_zoo.weights.load_memory import Target
+from slapo_zoo.weights.load_rank_slices import load_tensors
 from slapo_zoo.weights.write import write_tensors
 
 DTYPES = (

@@ -13,8 +13,8 @@ from shards import assert_same, cut, local_tensors, model
 from slapo_zoo.errors import RankError, WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import load_tensors
 from slapo_zoo.weights.load_memory import Target
+from slapo_zoo.weights.load_rank_slices import load_tensors
 from slapo_zoo.weights.save import save_folder
 
 

@@ -27,7 +27,7 @@ def make_planner(
     from slapo_zoo.pipeline.unit_costs import row_length
     from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
     from slapo_zoo.tune.planner.layout_search import Planner
-    from slapo_zoo.weights.load import parse_size
+    from slapo_zoo.weights.load_rank_slices import parse_size
     from slapo_zoo.zoo.argument_values import config_of, usual_head
     from slapo_zoo.zoo.table import table_for
 

@@ -92,7 +92,7 @@ def _of_model(
     from slapo_zoo.tune import tuning_job
     from slapo_zoo.tune.grid import Grid
     from slapo_zoo.tune.trial import Job
-    from slapo_zoo.weights.load import parse_size
+    from slapo_zoo.weights.load_rank_slices import parse_size
 
     most = parse_size(memory, "--memory") or 0
     fields = {name: values[0] for name, values in _pairs(changes, "--change").items()}

@@ -36,8 +36,8 @@ from slapo_zoo.parallel.rng.device_seeds import mix
 from slapo_zoo.parallel.stand_ins import standing_in
 from slapo_zoo.pipeline.stages import held_here
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
-from slapo_zoo.weights.load import load_tensors
 from slapo_zoo.weights.load_memory import Target
+from slapo_zoo.weights.load_rank_slices import load_tensors
 
 STEP = "add_adapter"
 PREFIX = "base_model.model."  # of the keys in the files of peft

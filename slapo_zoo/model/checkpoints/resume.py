@@ -21,8 +21,8 @@ from slapo_zoo.parallel.ranks.emulation import on_each_rank
 from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.encode import decode
-from slapo_zoo.weights.load import check_targets, load_tensors
 from slapo_zoo.weights.load_memory import Target
+from slapo_zoo.weights.load_rank_slices import check_targets, load_tensors
 from slapo_zoo.weights.random_state import restore_states
 from slapo_zoo.weights.snapshot import read_by_all
 from slapo_zoo.weights.training_folder import TrainingFolder, open_training

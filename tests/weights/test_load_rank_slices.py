@@ -15,8 +15,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
-from slapo_zoo.weights.load import load_tensors, parse_size
 from slapo_zoo.weights.load_memory import Target
+from slapo_zoo.weights.load_rank_slices import load_tensors, parse_size
 
 
 @st.composite
