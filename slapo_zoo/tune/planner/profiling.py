@@ -30,7 +30,7 @@ from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
 from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
-from slapo_zoo.tune.planner.footprint import Footprint, parameter_bytes
+from slapo_zoo.tune.planner.dry_run_costs import Footprint, parameter_bytes
 from slapo_zoo.tune.planner.profile import ROWS, Profile, Unit, Use
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.outline import Outline
