@@ -1,4 +1,4 @@
-"""Rows for training, the same on every mesh: files and data sets read, tokenized, packed, masked and batched.
+"""Training data: read, tokenize, pack, mask and batch rows; the batches do not depend on the number of ranks.
 
 Imports `parallel` and `errors`.
 """

@@ -1,4 +1,4 @@
-"""Batches of every step, the same on every mesh: from a table of rows, or from a stream of data."""
+"""Batches of every step, whatever the number of ranks: from a data set (`Batches`), or from a stream (`Stream`)."""
 
 import itertools
 import zlib
@@ -20,7 +20,7 @@ SAMPLE = 4096  # rows in the checksum
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a data set in memory or mapped; a batch depends only on the seed and the step.
+    """Batches of a data set that is in memory or memory-mapped; a batch depends only on the seed and the step.
 
     Args:
         rows: `datasets.Dataset` of tokenized rows.
@@ -48,7 +48,7 @@ class Batches:
     def evaluation_batches(self, most: int | None = None) -> int:
         """Return the number of batches of one evaluation, at most `most`; None counts those of all rows.
 
-        The last batch may be short; a task whose rows are compared with each other leaves it out.
+        The last batch may be short. It is left out if the task is contrastive, i.e. compares the rows of a batch.
         """
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
@@ -79,11 +79,11 @@ class Batches:
 class Stream:
     """Batches of data that are read during training, one block of rows after the other; each block is shuffled.
 
-    A checkpoint keeps the position at which a block begins, so a resumed run, on any mesh, reads at
-    most one block again.
+    A checkpoint keeps the position in the data at which a block begins, so a resumed run, with any number of
+    ranks, reads at most one block again.
 
     Args:
-        source: opens the data and yields tokenized rows.
+        source: a `Source`, which opens the data and yields tokenized rows.
         task: task that makes batches from rows.
         batch_size: rows per step, over all data-parallel ranks together.
         seed: seed of the order within a block, and of the masks.
@@ -121,8 +121,8 @@ class Stream:
         return {**_settings(self), "block_steps": self.steps, "at": at}
 
     def resume(self, position: Any) -> None:
-        """Continue at the beginning of a block (the rows that are shuffled together), which a checkpoint
-        kept as `position`, a result of the method `position`.
+        """Continue with the block (rows that are shuffled together) that is stored in `position`, a result of the
+        method `position` from a checkpoint; the block is read again from its first row.
         """
         self.start, self.next, self.reader = position["at"], None, None
 
@@ -138,7 +138,7 @@ class Stream:
         return [row for row, _, _ in found], place
 
     def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
-        """Yield (row, its epoch, the data set that holds it) without end, from the position `self.start` on."""
+        """Yield (row, number of its epoch, opened data set) from the position `self.start` on, without end."""
         epoch, place = self.start["epoch"], self.start["source"]
         while True:
             data, is_empty = self.source.opened(), place is None
@@ -148,7 +148,7 @@ class Stream:
                 is_empty = False
                 yield dict(row), epoch, data
             if is_empty:
-                hint = "give more text: the data are empty or too short"
+                hint = "give more text or a smaller seq_len: the data are empty, or too short to fill one row"
                 raise DataError("data", "", "found no row in the data", hint)
             epoch, place = epoch + 1, None
 
@@ -191,7 +191,7 @@ def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 
 def checksum(rows: Any) -> int:
-    """Return a checksum of the rows, or of a sample of at most SAMPLE (4096) rows."""
+    """Return a checksum of `rows`, a `datasets.Dataset`; of more than SAMPLE (4096) rows only SAMPLE are read."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64))
     found = 0
     for name, column in sorted(rows[numbers.tolist()].items()):

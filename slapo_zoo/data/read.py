@@ -172,7 +172,7 @@ OF_NOTHING = ("StopIteration", "corresponds to no data", "BatchSize must be grea
 def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str]) -> dict[str, str]:
     """Return role --> column: which column of the data holds each input of the task, such as "text".
 
-    `given` holds the user's choices, `found` the columns of the data; missing ones raise DataError.
+    `given` is the user's {role: column}, `found` all columns; a required input without a column raises DataError.
     """
     chosen = {}
     if unknown := sorted(set(given) - set(task.roles)):
@@ -212,7 +212,7 @@ class Encoder:
     columns: Mapping[str, str]
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
-        """Return columns of tokens and labels for columns of raw data; rows without a token are dropped."""
+        """Return {name: values} of tokens and labels for `batch`, raw columns; rows without a token are dropped."""
         found = {role: list(batch[name]) for role, name in self.columns.items()}
         for role, held in found.items():
             wanted = self.task.kinds.get(role, "a text")
@@ -252,7 +252,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
     said = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
-        raise DataError("data", "", problem, "name other columns, or fill in the empty values")
+        raise DataError("data", "", problem, "name others by columns=, or fill in empty values")
     encoder = Encoder(task, columns)
     key = encoder.fingerprint(data._fingerprint)
     with _one_by_one(whole, key):
@@ -329,7 +329,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     examples = {type(one).__name__: repr(one) for one in sorted(found, key=repr, reverse=True)}
     kinds = "; ".join(f"{kind}, e.g. {one}" for kind, one in sorted(examples.items()))
     problem = f"found labels of {kinds}, expected names or numbers of classes"
-    raise DataError("data", column, problem, "write texts, or integers from 0")
+    raise DataError("data", column, problem, "write all labels as texts, or all as integers from 0")
 
 
 def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:

@@ -185,7 +185,7 @@ class Spans(Language):
 
     @cached_property
     def row_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return how many tokens of text fill a row of inputs, with its sentinels and end-of-text token."""
+        """Return the most text tokens of a row whose inputs (sentinels in place of spans) fit into `seq_len` tokens."""
 
         def inputs(tokens: int) -> int:
             noise, spans = self._counts(tokens)

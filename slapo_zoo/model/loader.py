@@ -57,7 +57,7 @@ Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
 
 class Assembly(Outline):
-    """Scheduled model in the making: on the meta device with only this rank's pipeline stages, then filled and hooked."""
+    """Scheduled model in the making: this rank's stages on the meta device, then filled with weights and hooked."""
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
@@ -106,7 +106,7 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError on all ranks if their schedules, or their replicas of a weight, are not equal; a collective call.
+        """Raise MeshError on all ranks if their sharding directives or replicas of a weight differ; a collective call.
 
         `what` is the name of the running call ("from_pretrained"), for the error.
         """
@@ -232,7 +232,7 @@ class Source:
 
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """Context of a load: it first checks the options that need no file, then yields (mesh, options with a device).
+    """Context of a load: it first checks the options that need no file, then yields (mesh, options with the device).
 
     An error within the context is sent to the other ranks, which then raise an error too.
 

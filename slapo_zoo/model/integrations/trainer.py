@@ -76,8 +76,8 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
-        """Read the names of inputs and labels, and set `use_cache`, for a model loaded with `exact=`: its process hosts
-        several models. For other models Trainer has done so.
+        """Set names of inputs and labels, and the configs' `use_cache`, for a model loaded with `exact=`, whose process
+        hosts several models. Do nothing for other models: Trainer has set these values itself.
         """
         if not is_exact(model):
             return
@@ -110,7 +110,7 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of their targets if the user's own loss needs it, else None).
+        """Return (batches of one optimizer step, the number of their targets for a loss of the user's own, else None).
 
         For the model's own loss the numbers of targets are kept for the calls of `training_step` in this step.
         """
@@ -155,7 +155,7 @@ class ScheduledTrainer(Trainer):
             self._evaluates, self.args.average_tokens_across_devices = False, average
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the autocast context of `bf16=True`; Accelerate enters it only in models that it wraps."""
+        """Return the context of a loss: autocast if `bf16=True`, as Accelerate sets it only in models that it wraps."""
         if not self.args.bf16:
             return nullcontext()
         kind, dtype = self.args.device.type, torch.bfloat16

@@ -15,9 +15,9 @@ REFUSED = {
 }  # fmt: skip
 # The same for an exact model alone.
 REFUSED_EXACT = {
-    "gradient_accumulation_steps": ("with exact= the virtual ranks count the targets of one batch", "leave it out; call from_pretrained(..., micro_batches=N)"),
+    "gradient_accumulation_steps": ("with exact= the virtual ranks count the targets of one batch", "leave it out, and load the model with micro_batches=N"),
     "bf16": ("autocast holds for one thread, and the virtual ranks run in other threads", 'load the model with precision="bf16"'),
-    "neftune_noise_alpha": ("its noise would be drawn once per process, not per virtual rank", "leave exact= out"),
+    "neftune_noise_alpha": ("its noise would be drawn once per process, not per virtual rank", "leave it out, or load without exact="),
 }  # fmt: skip
 IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
 

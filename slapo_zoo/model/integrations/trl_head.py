@@ -15,10 +15,10 @@ THEIRS = "_fused_forward"  # the function that `trl.trainer.utils.add_fused_lm_h
 
 
 def take_back_forward(model: Any) -> None:
-    """Replace TRL's fused forward of a model by one that uses the model's own logits; do nothing for other forwards.
+    """Replace TRL's fused forward of a model by one that uses the model's own logits; leave the model's own forward.
 
     Raises:
-        SlapoError: another library has replaced the forward.
+        SlapoError: the forward was replaced, but not by TRL's fused one.
     """
     replaced = vars(model).get("forward")
     if replaced is None:
@@ -27,7 +27,7 @@ def take_back_forward(model: Any) -> None:
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != THEIRS:
         problem = f"found a forward of {getattr(function, '__module__', 'another library')}, expected the model's own"
-        hint = "the model is sharded over ranks: leave its forward unchanged"
+        hint = "leave out the option that replaces model.forward: only the model's own forward knows its shards"
         raise SlapoError("ScheduledTrainer", "model", problem, hint)
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     model.forward = MethodType(_forward_at(cells["temperature"].cell_contents), model)

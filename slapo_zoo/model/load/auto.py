@@ -120,12 +120,12 @@ class AutoScheduledModel:
             pp: ranks that shard the layers into stages.
             dp: ranks that shard the batch; None takes all ranks divided by tp * pp * cp.
             sequence_parallel: tp ranks shard the tokens too, between the sharded layers.
-            schedule: "zoo" takes the table of the model's family; a `Table` replaces that table. A card is a folder,
-                or "org/name@<sha>" of the Hub; its plan for this model and these devices, if it has one, gives the
-                arguments that are not passed. A Schedule, its steps, or the .json file that its `to_json` fills
-                is replayed. A function is called with the schedule; `extend(function)` applies "zoo" before it.
-                "auto" is "zoo", or for a family without a table one derived from its modules (and the plan of
-                `transformers`), used only after a tiny model on this mesh equals the plain one.
+            schedule: how modules are sharded. "zoo" takes the table (sharding rules) of the model's family; a `Table`
+                replaces that table. A card (a published schedule) is a folder, or "org/name@<sha>" of the Hub;
+                arguments that it recommends for this model and these devices hold unless they are passed. A Schedule,
+                its steps, or the .json file of its `to_json` is replayed. A function is called with the Schedule;
+                `extend(function)` applies "zoo" before it. "auto" is "zoo", or for a family without a table one derived
+                from its modules (and the TP plan of `transformers`), after a tiny model here equals the plain one.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
                 zbv or dualpipev.
             stages_per_rank: stages on each rank in an interleaved order, at least 2.
@@ -227,8 +227,9 @@ def within_budget(
         problem = "found checkpoint_ratio= or checkpoint_policy= too, but activation_memory= chooses the recomputation"
         raise SlapoError(where, what, problem, "pass only one of the two")
     if kind_of(options.schedule) not in FROM_TABLE:
-        problem = "a card or a schedule of your own decides the recomputation"
-        raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
+        problem = "a card or a schedule of your own decides itself which blocks are recomputed"
+        hint = 'leave activation_memory= out, or use schedule="zoo"'
+        raise SlapoError(where, what, problem, hint)
     width = getattr(config.get_text_config(), "hidden_size", 0)
     least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
     if budget < least:  # too little for any micro-batch shape

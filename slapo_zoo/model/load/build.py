@@ -34,7 +34,7 @@ def create_schedule(
     group: dist.ProcessGroup | None = None,
     **kwargs: Any,
 ) -> Schedule:
-    """Return an empty schedule of any module; the module tree is kept.
+    """Return a Schedule of `root`, whose methods (shard, replace, ...) change its submodules; none is changed yet.
 
     Args:
         root: the model.
@@ -61,7 +61,7 @@ def create_schedule(
 def build(
     sch: Schedule, target: str | None = None, init_weights: bool | Callable = True, **kwargs: Any
 ) -> Any:
-    """Return the runnable model of a schedule; with another `target`, return (engine, optimizer).
+    """Return the runnable model of a schedule; if `target` names another engine than torch, (engine, optimizer).
 
     Args:
         sch: a schedule whose directives were applied.
@@ -163,7 +163,7 @@ def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
         the argument for `apply_card`: the folder, or `org/name@sha`.
 
     Raises:
-        CardError: a directive holds a live object or a primitive that cards do not allow.
+        CardError: a directive holds a Python object (e.g. a module) or a primitive that cards do not allow.
     """
     return publish(sch.mesh, functools.partial(card_of_module, sch), place, **options)
 
@@ -171,9 +171,9 @@ def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
 def apply_card(
     module: nn.Module, card: str | Path, mesh: Mesh | None = None, seed: int = 0
 ) -> Schedule:
-    """Schedule a module by a schedule card (see `publish_card`); a collective call of all ranks.
+    """Apply the directives of a schedule card (see `publish_card`) to a module; a collective call of all ranks.
 
-    No code of the card is executed. Its class and digest are compared with the module, and its
+    No code of the card is executed. The card's class and digest are compared with the module, and its
     directives are tried on a copy on meta, before the module is changed.
 
     Args:

@@ -119,7 +119,8 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     if _HOSTS:
         ((_, other),) = _HOSTS
         problem = f"this process hosts ranks of the virtual mesh {other.sizes} already"
-        raise MeshError(WHERE, "exact", problem, "use one virtual mesh for all models of a process")
+        hint = "use one virtual mesh for all models of a process, or call close() of the earlier models"
+        raise MeshError(WHERE, "exact", problem, hint)
     steps = {name: virtual.sizes[name] // size for name, size in real.sizes.items()}
     first = {name: real.coord(name) * step for name, step in steps.items()}
     ranks = sorted(
@@ -240,7 +241,9 @@ class ExactModel(nn.Module):
         return self._host.run(call)[0]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Step each virtual rank in its thread; return arguments with which `optimizer.step` skips their parameters.
+        """Step each virtual rank in its thread; return (args, kwargs) for an `optimizer.step` without their parameters.
+
+        Return None if `optimizer.step` shall step all parameters itself.
 
         The thread of a rank runs on one CPU core, so that bits do not depend on the number of cores; in the
         caller's thread all ranks would be stepped one after another on that one core.

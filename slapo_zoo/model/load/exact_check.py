@@ -77,15 +77,15 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
 
 def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
-    """Start the processes of mesh `real`, train the small model of `case` in each with `exact=virtual`, and return the
-    result of process 0: a digest per step, or if `traced` an ExactTrace. `knobs` are arguments of `from_pretrained`.
+    """Start the processes of mesh `real`, train in each the small model that `case` describes, with `exact=virtual`;
+    return process 0's digest per step, or if `traced` its ExactTrace. `knobs` are arguments of `from_pretrained`.
     """
     return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
 
 
 def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
-    """Train the small model of `case` for some steps, as one process of mesh `real`, with `exact=virtual`; return a
-    digest per step, or if `traced` an ExactTrace. `knobs` are further arguments of `from_pretrained`.
+    """Train the small model that `case` describes in this process of mesh `real`, with `exact=virtual`; return a digest
+    per step, or if `traced` an ExactTrace. `knobs` are further arguments of `from_pretrained`.
     """
     names = ("tp", "pp", "dp")
     model = AutoScheduledModel.from_pretrained(

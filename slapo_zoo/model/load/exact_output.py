@@ -54,8 +54,8 @@ def computed(value: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Return the output of a batch from `parts`, those of its slices: tensors joined by rows, the mean of scalars, and
-    of other values the first.
+    """Return the output for a batch from `parts`, the outputs for slices of its rows: tensors concatenated, the mean
+    of scalars, and the first of other values.
     """
     if not isinstance(parts[0], Tensor):
         return parts[0]
@@ -76,7 +76,7 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         host, parts, copies, after = ctx.given
         if copies > 1 and any(grad is not None and grad.ndim for grad in grads):
-            problem = f"a loss of the logits would be one mean over {copies} virtual dp ranks of this process"
+            problem = f"your loss of the logits would be one mean over {copies} virtual dp ranks of this process"
             hint = "call train_step(batch, loss_fn=...), which computes the loss on each of them"
             raise SlapoError("ExactModel", "backward", problem, hint)
 

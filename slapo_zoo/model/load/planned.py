@@ -1,4 +1,4 @@
-"""Complete the arguments of a loader call by those that a schedule card recommends for these devices (its plan)."""
+"""Complete the arguments of a loader call by those that a schedule card (a published schedule) recommends."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Resolve `schedule=` of a loader: sharding rules of a family, a published schedule (card), directives, a function."""
+"""Turn a loader's argument `schedule=`, e.g. a published schedule (a card), into rules, directives or a function."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ def resolve_schedule(
     `auto_class` is the head class (None: the one in the checkpoint), `trust` says how far a card is trusted.
 
     Raises:
-        SlapoError: the family has no table and none can be derived; or the card does not fit.
+        SlapoError: the family has no table and none can be derived; or the card does not fit the model or the mesh.
     """
     kind = kind_of(options.schedule)
     if kind == "auto" and config.model_type not in families():
@@ -61,7 +61,8 @@ def _of_file(
     its `schedule.py` if `trust` allows that, or the directives in a .json file of `Schedule.to_json`.
 
     Raises:
-        SlapoError: the card does not fit or is wrong; or, with cp > 1, it is a `schedule.py` or such a .json file.
+        SlapoError: the card does not fit model or mesh, or its model computes wrong results; or, with cp > 1,
+            `schedule=` is a `schedule.py` or such a .json file.
     """
     name = str(options.schedule)
     own = plain_steps(name, mesh)
@@ -100,7 +101,7 @@ def _of_card(
     """Return the directives of a schedule card, and the sharding rules of the model's family.
 
     Raises:
-        CardError: the card does not fit, or the model that it schedules differs from the plain one.
+        CardError: the card does not fit model or mesh, or its model computes other results than the plain one.
     """
     name = str(options.schedule)
     order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}

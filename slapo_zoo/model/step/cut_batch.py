@@ -45,7 +45,7 @@ def cut_batch(
     require_core_attention(model)
     if vars(model).get("_loss_function") is not None and "labels" in tensors:
         problem = "a loss function of your own would get labels that are already shifted and sharded over cp"
-        raise SlapoError(WHERE, "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
+        raise SlapoError(WHERE, "model.loss_function", problem, "leave it unset, or load with cp=1")
     batch = {**tensors, **{n: x for n, x in whole.items() if isinstance(x, Tensor) and x.ndim}}
     others = {name: x for name, x in whole.items() if name not in batch}
     _require_known(batch, others)
@@ -80,7 +80,7 @@ def whole_batch(cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
             r * s to (r + 1) * s of each row, not shifted.
 
     Raises:
-        SlapoError: an entry that cannot be gathered, ranks with other shapes.
+        SlapoError: an entry cannot be gathered, or cp ranks have different entries or shapes.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim}
     for name, x in tensors.items():
@@ -134,11 +134,11 @@ def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
 
 
 def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:
-    """Raise SlapoError if rows with `positions` [B or 1, S] cannot be padded so that no token sees the padding.
+    """Raise SlapoError if rows cannot be padded to a multiple of `n`, the number of cp ranks, unseen by their tokens.
 
     In a model that predicts the next token (`shifts`) the padding is one more document at the end of a row, which
-    tokens could see only if the config has is_decoder=False. In another model a mask hides the padding; as transformers
-    ignores positions where it gets a mask, these must not separate documents. `n` is the number of cp ranks.
+    tokens see only if the config has is_decoder=False. In another model a mask has to hide the padding. With a mask
+    transformers ignores position ids, so `positions` [B or 1, S] must not restart for a second document in a row.
     """
     why = "with is_decoder=False tokens may see padding after them"
     if not shifts:
@@ -188,9 +188,9 @@ def _padded_mask(mask: Tensor, count: int) -> Tensor:
 
 
 def require_core_attention(model: Any) -> None:
-    """Raise SlapoError if an attention was replaced since the load: it would see only the keys of this cp rank.
+    """Raise SlapoError if an attention was replaced since the load: its keys would be those of this cp rank only.
 
-    An attention is right if it still calls its child `core_attn`, which gathers the keys.
+    An attention module was not replaced if it still calls its child `core_attn`, which gathers the keys over cp.
     """
     modules, pipeline = dict(model.named_modules()), model._slapo.pipeline
     for path, core in model._slapo.schedule.state.modules.items():

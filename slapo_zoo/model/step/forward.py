@@ -141,7 +141,7 @@ class _NoBackward(torch.autograd.Function):
 def require_together(model: Any) -> None:
     """Raise MeshError in eval mode if some of the ranks that compute this output together do not make the call.
 
-    Ranks check this in the first ALWAYS (16) calls, and then in every `input_check_interval`-th call.
+    Ranks check this in the first ALWAYS (16) calls, and then in one of every `model.input_check_interval` calls.
     """
     runtime, interval = model._slapo, model.input_check_interval
     if model.training or torch.compiler.is_compiling() or not interval:

@@ -41,7 +41,7 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
         problem = f"found ids {low}..{high}, expected 0..{size - 1}"
-        hint = "use the tokenizer of this model: their vocabularies differ"
+        hint = "use this model's own tokenizer: these ids are not in the model's vocabulary"
         raise InputError("forward", name, problem, hint) from error
     usable = _positions(model, longest) if longest else None
     if usable is not None and ids.shape[1] > usable:

@@ -84,8 +84,8 @@ def run_cut(
 
 
 def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Context in which the model's loss is its sum over this rank's labels, divided by the number of labels other than
-    -100 on all cp ranks.
+    """Context in which the model's loss is the sum of the losses of this rank's tokens, divided by the number of labels
+    other than -100 on all cp ranks.
 
     `given` is the batch with all tokens. The context does nothing without labels, and with `num_items_in_batch`,
     by which the model's loss already divides.

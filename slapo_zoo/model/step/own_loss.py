@@ -19,8 +19,8 @@ class OwnLoss:
     """Callable that runs the user's loss_fn(output, batch) and scales it to a micro-batch's share of the step's loss.
 
     Args:
-        loss_fn: (output, batch) --> loss; returns a mean over the rows that it is given; with `targets` a sum.
-        divisor: number of micro-batches of all dp ranks; with `targets` the total number of targets.
+        loss_fn: (output, batch) --> loss: the mean over the rows that it is given; if the step got `targets=`, the sum.
+        divisor: number of micro-batches of all dp ranks; if the step got `targets=`, the total number of targets.
         runtime: runtime state of the model.
         cut: which tokens each cp rank computes; None without cp.
     """
@@ -44,7 +44,7 @@ class OwnLoss:
                 shape = f"a tensor of shape {tuple(loss.shape)}"
                 found = "a tensor that requires no gradient" if one else shape
             problem = f"returned {found}, expected a tensor of one element with a gradient"
-            hint = "return the mean over the rows that loss_fn gets"
+            hint = "compute the loss from the output that loss_fn gets, and return the mean over its rows"
             raise SlapoError("train_step", "loss_fn", problem, hint)
         loss = loss.reshape(()).float() / self.divisor
         count_once(self.runtime, loss, began)

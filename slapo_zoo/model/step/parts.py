@@ -1,7 +1,7 @@
 """Let users call a part of a model alone (`model.bert(...)`, an encoder, `get_image_features`).
 
-Such a call sets up and ends its own context: it sees all tokens and its own padding, draws its own dropout,
-and gradients are complete after its backward.
+Such a call does what a call of the whole model does for its modules: it passes all tokens and tells which are padding,
+draws the dropout masks, and completes the gradients in the backward.
 """
 
 import functools

@@ -30,13 +30,13 @@ from slapo_zoo.zoo.table import Table
 
 @dataclass
 class Runtime:
-    """State that a scheduled model needs to run: schedule, stages, data parallelism, options.
+    """State that a scheduled model needs to run: how it was sharded, its pipeline stages, data parallelism, options.
 
     Args:
-        schedule: the schedule that was applied.
+        schedule: record of the directives that have sharded and changed the modules.
         own_forward: forward of the model's own class.
         table: table of the model's family in `schedules/`: how its modules are sharded.
-        pipeline: the stages; None without a pipeline.
+        pipeline: this rank's pipeline stages; None if pp is 1.
         keys: maps names of parameters to their names in the family's files.
         ledger: record of the load: bytes, files, seconds.
         adapters: adapter name --> shapes and placements of its matrices on this stage.
@@ -79,18 +79,18 @@ class Runtime:
 
     @property
     def specs(self) -> list[TensorPlan]:
-        """Return the plans of all tensors in a checkpoint of the unsharded model, in the order of its state dict."""
+        """Return shape, sharding and gradient sums of each tensor in a checkpoint, in the order of the state dict."""
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of a gradient sum `one` of the RankPlan; None if this rank is not in that group."""
+        """Return the process group that sums a gradient; `one` says which ranks. None if this rank sums alone."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
         """Return the name of the model's class, by which losses decide whether to shift labels.
 
-        Where the family's table says whether labels are shifted, return SHIFTED or "" instead.
+        If the family's table says that labels are shifted, return SHIFTED; if it says that they are not, return "".
         """
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
@@ -154,7 +154,7 @@ def takes_cache(runtime: Runtime) -> bool:
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch, which is axis 0 of its main input; 0 without tensors."""
+    """Return the number of rows of a batch, i.e. the size of axis 0 of input_ids or the like; 0 without tensors."""
     tensors, _ = split_batch(batch)
     for name in MAIN_INPUTS:
         if name in tensors:
@@ -163,7 +163,7 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
-    """Raise MeshError if a batch would be split, but the model's loss is not a mean over rows.
+    """Raise MeshError if a batch would be split over ranks or micro-batches, but the loss is not a mean over rows.
 
     `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward.
     """
@@ -177,6 +177,6 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
     for name in table.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
-            problem = f"found {', '.join(divided)}: the loss then needs the whole batch at once"
+            problem = f"found {', '.join(divided)}: with {name}=True the loss needs the whole batch at once"
             hint = f"pass {name}=False, or use tp only"
             raise MeshError("the model", f"{name}=True", problem, hint)

@@ -1,4 +1,4 @@
-"""Checks of `train_step`: errors for what cannot be trained, before a rank waits for another."""
+"""Checks of a batch and a model that `train_step` makes first, so that an error comes before ranks wait for others."""
 
 import inspect
 import warnings
@@ -69,7 +69,7 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
     legal = [i for i in range(1, rows + 1) if rows % i == 0]
     if count not in legal:
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
-        raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
+        raise MeshError("train_step", "micro_batches", problem, f"pass one of {legal}")
     return count
 
 
@@ -110,19 +110,21 @@ def require_trained(trains: bool) -> None:
 
 
 def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """Raise SlapoError for a user's post-accumulate hook if a step has several micro-batches: gradients are incomplete.
+    """Raise SlapoError if a step has several micro-batches and a parameter has a post-accumulate-grad hook of the user.
+
+    Such a hook, which may take the gradient, would run after each micro-batch, on an incomplete gradient.
 
     `parameters` maps names to parameters, `count` is the number of micro-batches.
     """
     if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
         found = f"pp={mesh.pp}, {count} micro-batches"
         problem = f"{found}: the hook would run before the gradient is complete"
-        hint = "step after train_step, or use pp=1 and micro_batches=1"
+        hint = "remove the hook and step the optimizer after train_step, or use pp=1 and micro_batches=1"
         raise SlapoError("train_step", "a hook that takes gradients", problem, hint)
 
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """Freeze a tied weight on all its stages if one of them has frozen it; raise MeshError if its values differ.
+    """Freeze a tied weight on all stages that hold it if one has frozen it; MeshError if its values differ there.
 
     The ranks of these stages all-reduce three numbers per weight, on `device`. No weight is unfrozen, since the
     optimizer exists already.

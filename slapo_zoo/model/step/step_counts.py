@@ -56,8 +56,8 @@ class StepCounts:
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return what is known (targets, padding, packing) about `rows` rows of this rank from index `start` on, the
-        rows of one micro-batch.
+        """Return the counts of targets and padding, and whether rows are packed, in one micro-batch: `rows` rows of
+        this rank from index `start` on.
 
         `own_loss` is True if the user's own loss is computed, `shown` if the user gets the output, padding included.
         """
@@ -74,8 +74,8 @@ def count_step(
     """Return the counts of targets and padding of a step over all dp ranks; one collective, for which the host waits.
 
     `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
-    are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The counts are sent from
-    the batch's device, since nccl needs them there.
+    are this rank's numbers of targets, one per loss term; `rows` is its number of rows, which may differ between dp
+    ranks. The counts are sent from the batch's device, since nccl needs them there.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device

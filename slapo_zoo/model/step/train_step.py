@@ -1,4 +1,4 @@
-"""One training step on any mesh, in five phases: check, split, run, reduce, share."""
+"""One training step on any mesh: check and split the batch, run its parts, reduce gradients, share the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -77,7 +77,7 @@ class Step:
         count: number of micro-batches.
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
-        asked: numbers of targets (labels that count) of all dp ranks' batches, and of padding in this rank's.
+        asked: counts of targets (labels other than -100) on all dp ranks, and of padding on this rank.
         means: scales the model's loss of a micro-batch to its share of the step's loss; None: no scaling is needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
@@ -227,7 +227,7 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (numbers of targets that the caller gave or None, numbers that this rank counted, to be summed over dp).
+    """Return (numbers of targets that the caller gave or None, numbers that this rank counted), one per loss term.
 
     A target is a label that counts in the mean loss. Micro-batches split the batch entries `tensors` by rows, and get
     those of `whole` unsplit; `parts` is the number of micro-batches over all dp ranks.

@@ -29,7 +29,7 @@ def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
 
 
 def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any:
-    """Return the class or function that is registered for one job of an engine.
+    """Return the class or function that is registered (`register_dialect`) for one job of an engine.
 
     Args:
         cls_type: the job: "runtime_engine" puts a model into the engine, "log_parser" reads the engine's logs.
@@ -53,7 +53,7 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
     """Put a scheduled model into an engine (DeepSpeed, Megatron, torch's DDP or FSDP2); return (engine, optimizer).
 
     Args:
-        sch: a schedule, or a model of AutoScheduledModel.
+        sch: a model of AutoScheduledModel; or a Schedule, i.e. a module with its sharding directives.
         target: name of the engine; None means "torch".
         **kwargs: options of the engine.
     """

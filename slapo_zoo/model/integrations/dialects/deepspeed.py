@@ -120,7 +120,7 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return as a dict a DeepSpeed config (a dict, or the path of a JSON file), with defaults that a CPU needs."""
+    """Return a DeepSpeed config (dict or path of a JSON file) as a dict, with a batch size and a CPU's Adam filled in."""
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:
@@ -149,8 +149,9 @@ def _check(model: Any, settings: Mapping[str, Any]) -> None:
 def mark_counted(model: Any) -> None:
     """Mark parameters (`model_parallel`) so that DeepSpeed counts each one once in the global gradient norm.
 
-    DeepSpeed counts all parameters on the first rank of its model-parallel group, and on other ranks the marked
-    ones. Later stages therefore mark replicated parameters too. Of ranks that share KV heads the first marks them.
+    DeepSpeed counts all parameters of the first rank in its model-parallel group, and those with a mark on the other
+    ranks. So tp shards are marked, and with pp > 1 also the replicated parameters of each stage's first tp rank. If
+    several ranks hold the same KV heads, only the first of these ranks marks them.
     """
     mesh, plan = model.mesh, model._slapo.plan
     for name, p in model.named_parameters():
@@ -174,7 +175,8 @@ class MeshUnit:
         found = re.fullmatch(r"get_(\w+?)_(rank|world_size|group|src_rank)", name)
         mesh_dim = UNIT_NAMES.get(found[1]) if found else None
         if found is None or mesh_dim is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            known = f"get_X_rank, get_X_world_size, get_X_group and get_X_src_rank, X one of {', '.join(UNIT_NAMES)}"
+            raise AttributeError(f"DeepSpeed's mpu object has no {name!r}, only {known}")
         mesh = self.mesh
         answers = {
             "rank": mesh.coord(mesh_dim),
@@ -204,7 +206,7 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
 
 
 class _Zero(Zero):
-    """Data parallelism by DeepSpeed for a model without pipeline stages; the engine runs forward and backward."""
+    """Data parallelism by DeepSpeed, without pipeline stages; DeepSpeed's engine runs each forward and backward."""
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -217,7 +219,7 @@ class _Zero(Zero):
         self.native.backward(loss * self.loss_scale, scale_wrt_gas=False)
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
-        hint = 'set "gradient_clipping" in the config; the norm is engine.get_global_grad_norm()'
+        hint = 'set "gradient_clipping" in DeepSpeed\'s config; the norm is engine.get_global_grad_norm()'
         problem = "DeepSpeed holds the gradients and clips in its step"
         raise SlapoError("target='deepspeed'", "clip_grad_norm_", problem, hint)
 

@@ -34,7 +34,7 @@ def pipeline_engine(
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
         problem = f"found {pipeline.places.num_stages} stages, expected pp={model.mesh.pp}"
-        hint = "DeepSpeed runs one stage per rank, as 1F1B: leave stages_per_rank out"
+        hint = "load without pipeline_order= and stages_per_rank=: DeepSpeed runs one stage per rank, as 1F1B"
         raise MeshError("target='deepspeed'", "stages_per_rank", problem, hint)
     sum_partial_gradients_in_backward(model)
     step = Step()
@@ -57,7 +57,7 @@ class PipelineTarget(TargetEngine):
         count = self.native.gradient_accumulation_steps()
         if micro_batches not in (None, count):
             problem = f"found {micro_batches}, expected {count} as in DeepSpeed's config"
-            hint = "leave it out, or set gradient_accumulation_steps in that config"
+            hint = "leave micro_batches= out, or set gradient_accumulation_steps in that config"
             raise SlapoError("target='deepspeed'", "micro_batches", problem, hint)
         return self.model.train_step(batch, count)
 
@@ -123,7 +123,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """Module that holds a parameter of several stages, so that DeepSpeed ties it; modules of the stage use it too."""
+    """Module that holds a parameter of several stages, so that DeepSpeed sums the gradients of all these stages."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -168,7 +168,7 @@ class StageLayer(nn.Module):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """Return x, requiring a gradient: for every floating tensor sent to a stage DeepSpeed sends a gradient back."""
+    """Return `x`, which goes to the next stage; if floating it requires a gradient, since DeepSpeed sends one back."""
     return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
@@ -189,7 +189,7 @@ class _ZeroPipeline(Zero):
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run forward, backward and optimizer step of all micro-batches; return the mean loss divided by pp * dp.
+        """Run forward, backward and optimizer step of micro-batches; return this rank's share, mean loss / (pp * dp).
 
         `run`: (batch, row indices) --> loss; `tensors`: entries of the batch to split by rows into `count`
         micro-batches; `others`: entries that all micro-batches share.
@@ -205,7 +205,7 @@ class _ZeroPipeline(Zero):
         return loss.detach().reshape(()) / (mesh.pp * mesh.dp)
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
-        hint = 'set "gradient_clipping" in the config'
+        hint = 'set "gradient_clipping" in DeepSpeed\'s config, and do not call clip_grad_norm_'
         problem = "DeepSpeed's pipeline has run the optimizer step already"
         raise SlapoError("target='deepspeed'", "clip_grad_norm_", problem, hint)
 

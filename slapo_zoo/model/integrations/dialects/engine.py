@@ -40,7 +40,7 @@ class TargetEngine:
 
         Args:
             batch: this dp rank's rows with labels; ranks that differ only in tp or pp pass the same rows.
-            micro_batches: number of equal parts of the rows.
+            micro_batches: number of equal parts of the rows; None takes the model's default.
             loss_fn: a loss of your own, (output, batch) --> scalar; only with target="torch". None: the model's.
 
         Returns:

@@ -59,7 +59,7 @@ def take_groups(mesh: Mesh) -> None:
     """Use Megatron's tp, dp and pp groups, created if needed, as those of `mesh`; MeshError if their ranks differ."""
     state = import_megatron().parallel_state
     if not dist.is_initialized():
-        hint = "start the processes with torchrun"
+        hint = "start the processes with torchrun, and call torch.distributed.init_process_group()"
         problem = "found no process group of torch"
         raise MeshError("target='megatron'", "torch.distributed", problem, hint)
     if not state.model_parallel_is_initialized():
@@ -90,12 +90,12 @@ def mark_parameters(model: Any) -> None:
 
 
 def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]) -> Schedule:
-    """Replace linear layers of a schedule by Megatron's, their weights sharded over tp; return the schedule.
+    """Replace linear layers of a scheduled module by Megatron's, their weights sharded over tp; return `sch`.
 
     rewrite:  Linear(x)  -->  ColumnParallelLinear(x) [.., out/tp]  -->  RowParallelLinear [.., out]
 
     Args:
-        sch: schedule of any module, whose mesh has process groups.
+        sch: Schedule of any module (`create_schedule`), whose mesh has process groups.
         column: path patterns of layers whose output is sharded.
         row: path patterns of the layers that take that output, and whose own output is all-reduced over tp.
     """
@@ -112,7 +112,8 @@ def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]
 def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
     if not isinstance(linear, nn.Linear):
         problem = f"found {type(linear).__name__}, expected Linear"
-        raise SlapoError(path, "use_parallel_layers", problem, "select only linear layers")
+        hint = "name only nn.Linear layers in column= and row="
+        raise SlapoError(path, "use_parallel_layers", problem, hint)
     if linear.weight.shape[axis] % mesh.tp:
         size = linear.weight.shape[axis]
         problem = f"axis {axis} of the weight has size {size}, not a multiple of tp={mesh.tp}"

@@ -77,9 +77,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
         problem = f"found no such kind of data parallelism, expected one of {KINDS}"
         raise SlapoError("target='torch'", what, problem, "choose one of them")
     if kind is not None and is_exact(sch):
-        problem = (
-            "a model loaded with exact= runs several ranks per process, a wrapper of torch one"
-        )
+        problem = "found a model loaded with exact=, several ranks per process, but DDP and FSDP2 take one rank per process"
         raise SlapoError("target='torch'", what, problem, "leave data_parallel= out")
     if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
         problem = "found a model with precision=, but FSDP2 casts parameters itself"
@@ -94,8 +92,8 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 
 def _check_stages(model: Any, what: str) -> None:
-    """Raise MeshError for several stages per rank, where DDP and FSDP2 would reduce before a parameter's
-    last backward. `what` is the user's option that chose DDP or FSDP2, for the error.
+    """Raise MeshError if a rank has several pipeline stages: DDP and FSDP2 would reduce the gradient of a parameter
+    before its last backward. `what` is the user's option that chose DDP or FSDP2, for the error.
     """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp:
@@ -150,8 +148,8 @@ class _DdpStages(DataParallel):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches of `step` through the pipeline and return the loss; DDP's reducer averages gradients
-        in the last backward.
+        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss (0 without the last stage).
+        DDP's reducer averages gradients in the backward of the last micro-batch.
         """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         return pipeline_step(pipeline, *step, self._expect_gradients)
@@ -195,8 +193,8 @@ class _Fsdp2Stages(_Fsdp2):
         native.set_reshard_after_backward(False, recurse=False)
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches of `step` through the pipeline and return the loss; each backward reduce-scatters the
-        gradients of its blocks.
+        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss (0 without the last stage).
+        Each backward reduce-scatters the gradients of its blocks.
         """
         try:
             return pipeline_step(pipeline, *step)

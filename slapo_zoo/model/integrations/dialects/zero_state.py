@@ -177,7 +177,7 @@ class Zero(Native):
     Args:
         native: DeepSpeed's engine.
         groups: the parameters of each group of the optimizer.
-        loss_scale: factor of the loss: the number of dp ranks where DeepSpeed averages, else 1.
+        loss_scale: factor of the loss: the number of dp ranks if DeepSpeed averages gradients over them, else 1.
     """
 
     def __init__(self, native: Any, groups: list[list[nn.Parameter]], loss_scale: float = 1.0):
