@@ -1,7 +1,7 @@
-"""Sharding rules for Swin: attention in windows of patches; each stage halves the height and doubles the width.
+"""Sharding rules for Swin: attention in windows; a stage halves the sides of the patch grid and doubles the features.
 
-In shapes: D width and H heads of a stage, F ffn, C channels, P patch size, N patches, R relative distances in a window;
-n is the number of tp ranks. Windows mix tokens, so every rank needs all tokens: no sequence parallelism.
+In shapes: D features and H heads of a stage, F ffn, C channels, P patch size, N patches, R relative distances in
+a window; n is the number of tp ranks. Windows mix tokens, so every rank needs all tokens: no sequence parallelism.
 """
 
 from slapo_zoo.language.primitives import Shard

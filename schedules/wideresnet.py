@@ -1,6 +1,6 @@
 """Sharding rules for Wide ResNet: inner channels of a bottleneck are sharded; BatchNorm sees the rows of all dp ranks.
 
-In shapes: C channels of a block's input, W of its inside, O = 4 planes of its output; n, the number of tp ranks,
+In shapes: C channels of a block's input, W between its convolutions, O of its output; n, the number of tp ranks,
 divides W. conv2 reads this rank's channels; a reduce-scatter sums its outputs and shards them by channels again. So
 conv1, conv2, conv3 and the two norms between them are all sharded.
 """

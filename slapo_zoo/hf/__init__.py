@@ -1,4 +1,4 @@
-"""Everything taken from `transformers`: attention interface, classes and configs, example inputs, own models.
+"""Everything taken from `transformers`: attention interface, classes and configs, example inputs, models that it lacks.
 
-Imports `parallel`.
+Of slapo_zoo it imports `errors` and `parallel` only.
 """

@@ -1,4 +1,4 @@
-"""Attention function registered with `transformers`; it calls a child `core_attn`, which schedules add to attentions."""
+"""Attention function registered with `transformers`; it calls the child `core_attn` that slapo_zoo may add."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ ATTRIBUTE = "core_attn"
 
 
 def register_attention() -> None:
-    """Register our attention function and mask function with `transformers`, for each attention back end.
+    """Register slapo_zoo's attention and mask functions with `transformers`, one of each per attention back end.
 
     Without a mask function of the same name `transformers` would pass None as mask and ignore padding.
     """
@@ -55,7 +55,7 @@ def _attention(
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Return (output [B, S, H, d], None or weights) of transformers' sdpa, or of our attention if `softcap` is given."""
+    """Return (output [B, S, H, d], None or weights) of transformers' sdpa, or of `CoreAttention` if `softcap` is given."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a child core_attn of this module"
@@ -90,7 +90,7 @@ class CoreAttention(nn.Module):
     Args:
         stream: random stream of the model, which makes the dropout masks or their seeds.
         site: name, usually the path of this module, that together with the stream's seed determines the masks.
-        heads: indices in the unsharded model of this rank's query heads; empty: all heads of the first call.
+        heads: indices in the unsharded model of this rank's query heads; empty: all heads that the first call has.
         backend: name of the attention back end (see `attention_backends`) for calls without dropout.
         device: attention and dropout functions that make dropout masks from seeds within a kernel; None: masks
             are always made as tensors.
@@ -190,8 +190,8 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which all batch rows are packed: they are unpacked to
-        rows with padding, so that the host need not know row lengths. `p` is the dropout probability.
+        """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which all batch rows are packed: tokens are moved to
+        padded rows for the call, so that the host need not know row lengths. `p` is the dropout probability.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at

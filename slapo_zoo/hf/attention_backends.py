@@ -50,7 +50,7 @@ def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
 
 
 def _class_index(attention: nn.Module) -> int:
-    """Return the index of the class from `transformers` in an attention's MRO; schedules derive classes from that class."""
+    """Return the index in an attention's MRO of its class from `transformers`, from which slapo_zoo may derive classes."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)

@@ -30,7 +30,8 @@ def read_config(name: str | Path, **options: Any) -> Any:
     except (OSError, ValueError):
         raise
     except Exception as error:  # config classes raise many types on absurd values
-        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+        problem = f"transformers cannot read this config: {type(error).__name__}: {error}"
+        raise ValueError(f"{name}: {problem}; correct config.json") from error
     config = found[0] if isinstance(found, tuple) else found
     for field, value in vars(config).items():
         counts = field.endswith(("layers", "layer", "experts"))
@@ -43,7 +44,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
 def config_key(config: Any) -> str:
     """Return the values of a config as text, with its attention back ends but without the folder that it was read from.
 
-    Equal texts mean equal models: the text is the key of a cache.
+    Equal texts mean equal models, so results of dry runs (on fake tensors) are cached under this text.
     """
     from transformers import PreTrainedConfig
 

@@ -1,7 +1,7 @@
 """Attention over all tokens of a row when each cp rank holds a part of them (context parallelism).
 
 Queries reach the keys of other ranks in one of three ways: cut_gather.py, cut_ulysses.py, cut_ring.py. Mask, bias and
-dropout are those of one process. Each rank makes its masks from the padding and positions of the whole row, which
+dropout equal those of a run without cp. Each rank makes its masks from the padding and positions of the whole row, which
 are gathered; masks [S, T] are not. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
 """
 
@@ -211,14 +211,14 @@ def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[N
 
 
 def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
-    """Change the modules of a model that number tokens or compute scores themselves, so that positions
-    begin at this cp rank's first token.
+    """Replace forwards of modules that number tokens or compute scores themselves, so that the positions of this cp
+    rank's tokens are those in the whole row.
 
     Args:
         modules: path --> module of a model.
         stream: random stream of the model, which says how the running step's tokens are sharded.
-        positions: how the model positions its tokens: "relative" (T5) changes position biases, "placed" (BART) changes
-            position embeddings; any value changes modules that compute scores, and rotary frequencies of the length.
+        positions: how the model positions its tokens: with "relative" (T5) position biases are replaced, with "placed"
+            (BART) position embeddings. With any value, scores (GPT-J) and length-dependent rotary embeddings are.
     """
     for path, module in modules.items():
         if positions == "relative" and hasattr(module, "compute_bias"):

@@ -2,8 +2,8 @@
 
 rewrite:  head(blocks(x))  -->  head(all_gather(blocks(x[tokens of this rank])))
 
-Every cp rank computes the head and its loss for all tokens, and 1 / cp of that loss counts on each rank: the backward
-of the all-gather sums the gradients of the cp ranks.
+Every cp rank computes the head and the loss for all tokens. The loss of each rank is weighted by 1 / cp, since the
+backward of the all-gather sums the gradients of the cp ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,9 +45,9 @@ class Body:
         stacks = list({id(stack): stack for stack in map(self._stack, blocks)}.values())
         if not blocks or not base or model in stacks:
             problem = (
-                f"{type(model).__name__} does not hold its blocks in a base model of transformers"
+                f"{type(model).__name__} has no base model of transformers that holds its blocks"
             )
-            raise ArchitectureError("zoo", "cp > 1", problem, "use cp=1")
+            raise ArchitectureError("from_pretrained", "cp > 1", problem, "use cp=1")
         takes_ids = [stack for stack in stacks if accepts(type(stack), "input_ids")]
         for module in takes_ids or [first]:
             module.register_forward_pre_hook(self._shard, with_kwargs=True)
@@ -111,7 +111,8 @@ class Body:
 def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
     """Context of a forward whose tokens are sharded over cp as `cut` says, or not sharded if `cut` is None.
 
-    If `state.body` (of the schedule's `state`) is set, tokens are sharded in the blocks only, else in the whole model.
+    `state` is the state of a model's schedule: tokens are sharded in the blocks only if `state.body` is a `Body`, and
+    in the whole model if it is None.
     """
     whole = state.body is None or cut is None
     return cutting(state.random, cut) if whole else state.body.sharded(cut)
@@ -120,7 +121,8 @@ def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch with token ids and masks shortened to the number of tokens that the blocks of a cp rank get.
 
-    The batch is unchanged if `state.body` (of the schedule's `state`) is None: then the whole model shards tokens.
+    `state` is the state of a model's schedule. If `state.body` is None, the whole model runs on
+    a rank's own tokens, and the batch is returned unchanged.
     """
     n = 1 if state.body is None or cut is None else cut.n
     ids = {

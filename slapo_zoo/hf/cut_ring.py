@@ -81,7 +81,7 @@ class Scores:
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Pass x around the ring of cp ranks; yield (rank, its x, True if this rank's queries may see its keys)."""
+        """Pass keys and values x around the cp ranks; yield (rank, its x, True if this rank's queries may see its keys)."""
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
             owner = (self.cut.r - step) % self.cut.n
@@ -128,7 +128,7 @@ def keys_by_rows(x: Tensor, y: Tensor, heads: int) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """Attention of this rank's queries to the keys of all ranks; output [B, H, s, d]."""
+    """Autograd function: attention of this cp rank's queries to the keys of all cp ranks; output [B, H, s, d]."""
 
     @staticmethod
     def forward(ctx, scores, q, k, v, bias):

@@ -78,7 +78,7 @@ def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tenso
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels (zeros, or its token ids) that the model's head takes; unchanged without a loss."""
+    """Return the batch with the labels that the model's head takes: zeros, or token ids. A head without loss adds none."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
@@ -98,7 +98,8 @@ def cut_example(
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
     Like training (`slapo_zoo.model.step.cut_batch`), this adds labels of the next token where the head shifts labels, and
-    position ids where `positions`, how the model finds its tokens' positions (`Table.cut_tokens`), is "counted...".
+    position ids where `positions` begins with "counted". `positions` says how the model finds its tokens' positions:
+    "counted", "counted by mask", "counted real", "placed", "relative" or "none".
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}
@@ -108,9 +109,10 @@ def cut_example(
 
 
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
-    """Return a function (cut, tensors, others) --> (tensors with the first of `cut.n` cp ranks' tokens, others unchanged).
+    """Return a function (cut, tensors, others) --> (tensors with the first cp rank's tokens, others).
 
-    `positions` says how the model finds the positions of its tokens: see `Table.cut_tokens`.
+    `cut.n` is the number of cp ranks; `tensors` and `others` are a batch's entries, only `tensors` are shortened.
+    `positions` is that of `cut_example`, e.g. "counted".
     """
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 

@@ -107,7 +107,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         cls: model class of `transformers`.
         config: config of the model; its `_attn_implementation` and `dtype` are set.
         dtype: dtype of the floating parameters.
-        own_attention: True sets our attention as the config's; False keeps the one that the config names.
+        own_attention: True sets slapo_zoo's attention function in the config; False keeps the one that the config names.
     """
     from transformers.initialization import no_init_weights
 
@@ -147,7 +147,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers that a constructor made of a number to meta; `given_numbers` then returns the numbers."""
+    """Move parameters and buffers made by `torch.tensor(number)` to meta, and store their values for `given_numbers`."""
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()
@@ -159,7 +159,7 @@ def _keep_numbers(model: Any) -> None:
 
 
 def given_numbers(model: Any) -> dict[str, torch.Tensor]:
-    """Return name --> value of the parameters and buffers that a model's constructor made of a number (CLIP's scale)."""
+    """Return name --> value of the parameters and buffers that a model made by torch.tensor(number) (CLIP's scale)."""
     return model.__dict__.get("given_numbers", {})
 
 
@@ -293,7 +293,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: `module` or, if it stands for a module of another stage, the original module."""
+    """Return the module to initialise: `module`, or the original if `module` is a pipeline stage's placeholder for it."""
     return module.__dict__.get("_original", module)
 
 

@@ -15,7 +15,7 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
     rewrite:  make(..., attention_mask)  -->  make(..., None) if the step knows that no token is padding
 
     The original reads the mask once or twice per forward to see if all tokens are real. The wrapper takes this from
-    counts made before the step; if these found padding, it builds the mask without reading it.
+    padding counts that the host made before the step; if there is padding, it builds the mask without reading it.
     """
 
     @wraps(make)
@@ -32,7 +32,7 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def packing_without_wait(find: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `find_packed_sequence_indices` of `transformers`, which reads the positions to see if a row packs several
-    sequences. The wrapper takes the answer from counts made before the step, if they are known.
+    sequences. The wrapper takes the answer from what the host found in the batch before the step, if it looked.
     """
 
     @wraps(find)
