@@ -1,4 +1,4 @@
-"""Schedules made from a model's config: tables of sharding rules, their derivation, options, choice of kernels.
+"""Sharding rules for models of `transformers`: one table per model family, derivation of tables, options, kernels.
 
-Imports `pipeline`, `weights` and lower; tables are found by name in `schedules`.
+A table is found by the model_type of a config: it is the file of that name in `schedules/`.
 """

@@ -54,7 +54,7 @@ def apply_table(
     num_stages: int | None = None,
     tuned_kernels: Any = None,
 ) -> Schedule:
-    """Apply a table, the sharding rules of a model family, to a schedule, and return the schedule.
+    """Apply the sharding rules of a family to the model of the schedule `sch`; return `sch`, which records the changes.
 
     Besides tensor and sequence parallelism this sets random streams, kernels, recomputation and pipeline cuts. Rows
     of the table that match no module of this head class are skipped, and so are shards of a tensor that the
@@ -63,7 +63,7 @@ def apply_table(
     Args:
         sch: schedule of a model on the meta device to which nothing was applied yet.
         table: table of the model's family.
-        options: the loader's arguments that change how the model runs; `schedule` is ignored.
+        options: the loader's arguments that change how the model runs; `options.schedule` is not read.
         num_stages: number of pipeline stages; None takes the pp size of the schedule's mesh.
         tuned_kernels: value of `kernels=` that a tuning search found fastest for this very model, used instead of
             "auto"; None if there was no search.
@@ -103,10 +103,13 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
         found = getattr(config, name, needed)
         if found == needed or not applies:
             continue
-        what, problem = f"{name} of {table.model_type}", f"found {found!r}, expected {needed!r}"
+        what, problem = (
+            f"config field {name} of {table.model_type}",
+            f"found {found!r}, expected {needed!r}",
+        )
         problem += beside.get(only, only and f" with {only}")
-        hint = hints.get(only, "use tp=1")
-        raise ArchitectureError("zoo", what, problem, f"pass {name}={needed!r}, or {hint}")
+        hint = f"pass {name}={needed!r}, or {hints.get(only, 'use tp=1')}"
+        raise ArchitectureError("from_pretrained", what, problem, hint)
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
@@ -122,12 +125,12 @@ def block_policies(count: int, options: BuildOptions) -> list[str]:
         chosen = spread(count, ratio)
         if policy and not chosen:
             problem = f"no block is recomputed at checkpoint_ratio={ratio}"
-            raise ArchitectureError("zoo", what, problem, "pass checkpoint_ratio=1.0")
+            raise ArchitectureError("from_pretrained", what, problem, "pass checkpoint_ratio=1.0")
         return [(policy or RECOMPUTE) if i in chosen else KEEP for i in range(count)]
     if len(policy) != count or ratio:
         problem = f"found {len(policy)} policies and checkpoint_ratio={ratio:g}, the model has {count} blocks"
-        hint = "pass one policy per block, and leave checkpoint_ratio out"
-        raise ArchitectureError("zoo", what, problem, hint)
+        hint = "pass one policy per block (keep, recompute, save_matmuls, ...), and leave checkpoint_ratio out"
+        raise ArchitectureError("from_pretrained", what, problem, hint)
     return list(policy)
 
 
@@ -159,7 +162,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     if not leave and not table.all_tokens:
         problem = "the family's table has no rule that shards tokens"
         hint = "leave sequence_parallel out: the model has no axis of tokens"
-        raise ArchitectureError("zoo", f"sequence_parallel of {table.model_type}", problem, hint)
+        what = f"sequence_parallel of {table.model_type}"
+        raise ArchitectureError("from_pretrained", what, problem, hint)
     prefix, found = base_prefix(sch.model), []
     patterns = [prefix + pattern for pattern in table.blocks]
     keep = [prefix + pattern for pattern in table.all_tokens]
@@ -242,6 +246,6 @@ def spread(num_blocks: int, ratio: float) -> list[int]:
             f"checkpoint_ratio={ratio}",
             "choose 0.0 to keep all activations, 1.0 to recompute all",
         )
-        raise MeshError("zoo", what, "expected a number from 0 to 1", hint)
+        raise MeshError("from_pretrained", what, "expected a number from 0 to 1", hint)
     count = round(ratio * num_blocks)
     return [num_blocks * i // count for i in range(count)]

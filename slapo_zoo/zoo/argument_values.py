@@ -170,7 +170,8 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 def config_of(name: str) -> tuple[Any, str | None]:
     """Return (config, name of an auto class or None) of a folder, a Hub id or a family such as "gpt2".
 
-    A family's config has default sizes, and its auto class has a loss; the others name their class in the config.
+    A family's config has default sizes, and its auto class has a loss. For a folder or a Hub id, whose config names
+    the class, the second item is None.
     """
     from transformers import CONFIG_MAPPING
 

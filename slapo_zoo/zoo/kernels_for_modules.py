@@ -206,9 +206,10 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Replace modules by the kernels that `choose` accepts; write all choices to `sch.kernels`. asked="reference": no-op.
+    """Replace modules of the model of `sch` by the kernels that `choose` accepts; write all choices to `sch.kernels`.
 
-    The arguments are those of `choose`.
+    `asked` is the value of `kernels=` ("reference" replaces nothing), `device` "cpu" or the GPU's name, `attention` the
+    back end that the user asked for, `tuned` the value of `kernels=` that a search found fastest, taken for "auto".
     """
     if asked == "reference":
         return

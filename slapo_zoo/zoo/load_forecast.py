@@ -124,7 +124,7 @@ def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[
         repo = huggingface_hub.get_safetensors_metadata(str(name_or_path), revision=revision)
     except (HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, OSError) as error:
         problem = f"no such folder, and the Hub answered: {str(error).strip().splitlines()[0]}"
-        hint = "check the path or id; for a family without weights use --gpus"
+        hint = "check the path or id; for a family without weights use --gpus, e.g. slapo-zoo plan gpt2 --gpus 8"
         raise WeightsError("plan", repr(str(name_or_path)), problem, hint) from None
     return {
         key: Source(file, DTYPES[tensor.dtype], tuple(tensor.shape))

@@ -1,7 +1,7 @@
 """Options of the loader, each defined once: default, help, type and values for the tuner.
 
-The signatures of `from_pretrained` and `from_config`, the flags of the commands and the options that a tuner may
-try for a family are these fields; tests/zoo/test_loader_options.py compares them.
+The arguments of `from_pretrained` and `from_config`, the flags of the commands and the options that a tuner may try
+have the names and defaults of these fields; tests/zoo/test_loader_options.py compares them.
 """
 
 import dataclasses
@@ -47,13 +47,13 @@ def precision_name(value: Any) -> Any:
 
 
 def check_precision(name: str | None, dtype: Any, device: torch.device | str, target: Any) -> None:
-    """Raise SlapoError for a precision that is unknown, or that the device, the dtype or the engine does not allow.
+    """Raise SlapoError for a precision that is unknown, or that the device, the dtype or the training engine excludes.
 
     Args:
         name: "fp32", "bf16", "fp16", "bf16-pure" or another key of PRECISIONS; None is always allowed.
         dtype: the user's `dtype=`: "auto", or one that must agree with the precision.
         device: device of the model.
-        target: name of the engine.
+        target: name of the library that steps the model: "torch", "deepspeed" or "megatron".
     """
     if name is None:
         return
@@ -133,8 +133,8 @@ class BuildOptions:
 
     Args:
         schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules,
-            a card, a .json of `Schedule.to_json`, a Schedule or its steps, a function that is used instead of the
-            family's rules, or `extend(function)`, which is applied after the family's rules.
+            a card (published schedule), a .json of `Schedule.to_json`, a Schedule or its steps, a function used instead
+            of the family's rules, or `extend(function)`, which is applied after the family's rules.
         device: device for which kernels="auto" chooses.
     """
 

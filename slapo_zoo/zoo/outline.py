@@ -35,7 +35,7 @@ DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which draws depend on
 
 
 class Outline:
-    """A model on the meta device, scheduled for one rank of a mesh, with the plan of its tensors and stages.
+    """A model on the meta device, scheduled for one rank of a mesh, with the sharding of its tensors and its stages.
 
     Args:
         config: a config of `transformers`; it is not changed.
@@ -104,7 +104,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Return this rank's plan, a row per tensor; `whole` is {name of a tensor: its shape and dtype, unsharded}."""
+        """Return sharding and gradient sums of each tensor; `whole` is {tensor name: its unsharded shape and dtype}."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),

@@ -111,12 +111,16 @@ def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
 
 
 def vocab_bias(linear: str) -> Rule:
-    """Return the rule of a head whose own bias is added to the sharded logits of its child `linear` (rule `vocab_head`)."""
+    """Return the rule of a head that has the bias of its logits beside its child `linear` (rule `vocab_head`): the bias
+    is sharded over the vocabulary, and each tp rank adds its shard of the bias to its shard of the logits.
+    """
     return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over all heads' outputs of a linear, whose rule is `column` with these arguments."""
+    """Return the rule of an RMSNorm over all heads' outputs of a column-parallel linear: the weight is sharded as by
+    `column`, which takes these arguments, and the mean of squares is over the outputs of all tp ranks.
+    """
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
@@ -164,8 +168,8 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the name of the
-    axis's unsharded length, e.g. "num_heads".
+    """Return the rule by which a dropout whose input is sharded over tp along `axis` drops the same elements as without
+    tp. `size` is the name of the axis's unsharded length, e.g. "num_heads".
     """
     return (ForkRng(axis=axis, size=_dim(size)),)
 
@@ -174,7 +178,8 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # dropout of a tensor that all ba
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule of a module that calls F.dropout on the output of its `child`, whose last axis is
-    sharded over tp, and on unsharded tensors. `size` is the name of the axis's unsharded length, e.g. "ffn".
+    """Return the rule by which a module's calls of F.dropout drop the same elements as without tp: the call on the output
+    of its `child`, whose last axis is sharded over tp and has the length named `size` (e.g. "ffn") unsharded, and calls on
+    unsharded tensors.
     """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

@@ -19,7 +19,7 @@ FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose directives come
 
 @dataclass(frozen=True)
 class Extended:
-    """Value of `schedule=`, made by `extend`: the family's sharding rules, then `function`, which gets the schedule."""
+    """Value of `schedule=`, made by `extend`: the family's sharding rules, then `function`, called with the schedule."""
 
     function: Callable[[Any], Any]
 
@@ -29,7 +29,7 @@ class CardProgram:
     """Value of `schedule=` that a loader makes of the name of a card (a published schedule), ready to be applied.
 
     Args:
-        apply: function that applies the directives to a schedule.
+        apply: function that gets a model's schedule and applies the card's directives (changes of modules) to it.
         table: table of the model's family, which with cp > 1 says how cp shards the tokens of the model's class.
     """
 
@@ -53,7 +53,9 @@ def extend(function: Callable[[Any], Any]) -> Extended:
 
 
 def kind_of(schedule: Any) -> Kind:
-    """Return the kind of a `schedule=` value: "zoo", "auto", "table", "card", "steps", "function", "extended".
+    """Return the kind of a `schedule=` value: "zoo" (the family's table), "auto" (a table, derived if there is none),
+    "table" (a Table), "card" (published schedule), "steps" (a Schedule or its directives), "function" (applied instead
+    of a table) or "extended" (the family's table, then a function).
 
     Raises:
         SlapoError: the value is of no known kind.
@@ -89,8 +91,8 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
     if isinstance(schedule, Table | CardProgram):
         return schedule if isinstance(schedule, Table) else schedule.table
     if schedule == "auto" and config.model_type not in families():
-        problem = "load a model first"
-        raise refusal(config, "its table is derived when a model is loaded, and none was", problem)
+        hint = "load the model with AutoScheduledModel.from_pretrained(..., schedule='auto'), which derives a table"
+        raise refusal(config, "this family has no table of sharding rules yet", hint)
     hint = '; or pass schedule="auto", which derives a table and proves it'
     return table_for(config.model_type, hint)
 

@@ -106,7 +106,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """Yield the tensors that stages exchange in a step: activations, gradients, tied weights. `calls` has the shapes."""
+    """Yield the tensors that stages exchange in a step, tied weights too; `calls` are a forward's calls with shapes."""
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):
         for shape in map(plan.shape, plan.crossing(stage)):

@@ -83,7 +83,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return the table's (pattern, rule) pairs for a model: patterns of full paths, numbers of the model's config."""
+        """Return (pattern of full paths, rule) pairs for a model, with the config's number for each `Dim` in a rule."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -93,9 +93,10 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def positions_of(self, cls: type) -> str | None:
-        """Return the value of `cut_tokens` for a model class: how its tokens' positions are found before cp shards them.
+        """Return how a model class finds its tokens' positions before cp shards the tokens, the value in `cut_tokens`.
 
-        None is returned if unknown. A class whose head reads whole rows takes the value of any class in `cut_tokens`.
+        A class whose head reads whole rows takes the first value in `cut_tokens`. None is returned for other classes
+        that `cut_tokens` does not name: they cannot train with cp > 1.
         """
         head, told = head_of(cls.__name__), self.cut_tokens
         of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)
@@ -134,7 +135,8 @@ class ConfigNumbers(Mapping[str, int]):
     def __getitem__(self, name: str) -> int:
         found = self.made.get(name, getattr(self.config, name, None))
         if type(found) is not int:
-            raise KeyError(f"found {name}={found!r} in the config, expected an integer")
+            need = f"sharding rules need an integer {name} in {type(self.config).__name__}"
+            raise KeyError(f"{need}, found {found!r}: set this field of the config")
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -164,7 +166,7 @@ def register(table: Table) -> Table:
     """Add a family's table of sharding rules to the zoo and return it; ArchitectureError if the family has one already."""
     if table.model_type in ZOO:
         problem, hint = "this family has a table already", "register each model_type once"
-        raise ArchitectureError("zoo", f"model_type={table.model_type!r}", problem, hint)
+        raise ArchitectureError("register", f"model_type={table.model_type!r}", problem, hint)
     ZOO[table.model_type] = table
     return table
 

@@ -13,7 +13,7 @@ MAX_FILE = 2**20
 
 
 def names_of(folder: Path) -> list[str]:
-    """Return the sorted file names in the folder of a card (a published schedule); CardError for any other file."""
+    """Return the sorted file names in a card's (published schedule's) folder; CardError for files that no card may have."""
     if not folder.is_dir():
         problem = "no such folder"
         raise CardError("card", str(folder), problem, "pass a folder or org/name@sha")

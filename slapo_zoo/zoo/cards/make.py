@@ -1,4 +1,4 @@
-"""Creation of a card (a schedule to publish): directives of a scheduled model, as data to apply to other models."""
+"""Creation of a card: the changes (directives) that scheduled a model, as data to publish and apply to other models."""
 
 import copy
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a card, ready to publish, with slapo_zoo's own schedule for a model; nothing is measured.
+    """Return a card to publish: the changes of modules by which slapo_zoo's rules shard a model; nothing is measured.
 
     Args:
         config: `transformers` config of the model.

@@ -1,4 +1,4 @@
-"""Plans of a published schedule: layouts that the planner simulated as fastest, in `tuning.json` under "simulated"."""
+"""Plans in a card: mesh sizes and other loader arguments simulated as fastest, under "simulated" in `tuning.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ MOST = 64  # largest number of plans in a card
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Planned layout for one model on one kind of device, with its simulated times.
+    """Loader arguments (mesh sizes, ...) planned for one model on one kind of device, with simulated times.
 
     Args:
         size: name of the checkpoint whose sizes the model has.
@@ -25,7 +25,7 @@ class Plan:
         gpus: number of devices.
         rows: rows of the global batch of a step, over all data-parallel replicas.
         seq_len: tokens per row.
-        knobs: arguments of `from_pretrained` that select the layout.
+        knobs: arguments of `from_pretrained`: mesh sizes, zero_stage, checkpoint_ratio, precision, ...
         micro_batch_rows: rows per micro-batch.
         step_s: simulated seconds per step.
         tokens_per_s: simulated tokens per second of all devices together.
@@ -54,8 +54,8 @@ class Plan:
         return f"{self.gpus} x {self.device}"
 
     def row(self) -> tuple[str, str, str, str, str]:
-        """Return the plan's row in the README's table: devices, knobs, simulated seconds of a step, tokens/s, and the mean
-        relative error of simulated times, "unmeasured" if no time was measured.
+        """Return the plan's row in the README's table: devices, arguments, simulated seconds per step, tokens/s, and
+        the mean relative error of simulated times, "unmeasured" if no time was measured.
         """
         knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
         error = "unmeasured" if self.mean_error is None else f"{self.mean_error:.0%}"
@@ -69,7 +69,7 @@ POLICIES = ("save_matmuls", "sharded", "offload")
 
 
 def _knobs_schema() -> dict[str, Any]:
-    """Return the JSON Schema of `Plan.knobs`, which allows arguments that select a layout, not e.g. trust_remote_code."""
+    """Return the JSON Schema of `Plan.knobs`: it allows mesh sizes, zero_stage, ..., but not trust_remote_code."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
     properties = dict.fromkeys(counts, COUNT) | {
@@ -102,7 +102,7 @@ def _validator(whole: bool = True) -> Any:
 
 
 def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
-    """Return the planned layouts in the content of a `tuning.json`; CardError if a plan does not match the schema."""
+    """Return the plans (loader arguments, simulated times) of a parsed `tuning.json`; CardError for a malformed plan."""
     found = tuning.get(SIMULATED, {})
     error = next(_validator().iter_errors(found), None)
     if error is not None:

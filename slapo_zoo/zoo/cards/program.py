@@ -27,8 +27,8 @@ class Program:
         structure: hash of the required module tree and shapes; None requires only the constraints.
         numbers: name --> integer formula over mesh sizes, earlier names and fields of the config.
         constraints: comparisons that must hold, e.g. "tp <= num_heads", over the same names.
-        steps: (module path pattern, primitive, arguments) of each directive; an argument may be a
-            formula: {"=": "head_dim"}.
+        steps: (module path pattern, primitive such as "shard", arguments) of each directive, a change of modules; an
+            argument may be a formula: {"=": "head_dim"}.
     """
 
     model_type: str
@@ -75,7 +75,7 @@ class Program:
         return "sha256:" + hashlib.sha256(strict_json.canonical(self.document())).hexdigest()
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
-        """Return the directives for one model and mesh, with all formulas evaluated.
+        """Return the schedule's directives (changes of modules) for one model and mesh, with all formulas evaluated.
 
         Args:
             config: `transformers` config of the model; only its integer fields are read.
@@ -107,8 +107,8 @@ class Program:
         return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
 
     def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:
-        """Return the directives, with each formula replaced by `value_of(formula)`. Raises CardError, which names
-        the file `where`, for an invalid directive.
+        """Return the schedule's directives (changes of modules), with each formula replaced by `value_of(formula)`.
+        CardError, which names the file `where`, is raised for an invalid directive.
         """
         steps = [[p, n, _mapped(arguments, value_of)] for p, n, arguments in self.steps]
         try:

@@ -39,7 +39,7 @@ def load_card(name: str) -> Card:
 
 
 def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
-    """Return a published schedule's directives for a user's own nn.Module, after a check of class, shapes and mesh.
+    """Return the changes that a published schedule makes to a user's own nn.Module; class, shapes and mesh are checked.
 
     Args:
         name: card folder, or Hub reference org/name@revision.
@@ -65,7 +65,7 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
 
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
-    """Return the directives in a .json file of `Schedule.to_json`; None if `name` is no such file.
+    """Return the directives (changes of modules) in a .json file of `Schedule.to_json`; None if `name` is no such file.
 
     Rank 0 reads the file for all ranks. The file fits one mesh only, but does not say which.
     """

@@ -1,4 +1,4 @@
-"""JSON Schema of a card's `schedule.json`, and the primitives (kinds of directives) that a card may use.
+"""JSON Schema of a card's `schedule.json`, and the primitives (kinds of changes of a module) that cards may use.
 
 The primitives are listed here by name, so that a downloaded card cannot call one that a third party
 has registered in the process.
@@ -45,8 +45,8 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Yield the errors of `instance`, a directive in schedule.json, by the one of `rules` for its primitive. This
-        replaces jsonschema's `allOf`, which takes the same arguments and would try all rules, slowly.
+        """Yield the errors of `instance`, a directive in schedule.json, from the schema in `rules` for the directive's
+        primitive. This replaces jsonschema's `allOf`, which takes the same arguments and tries all schemas, slowly.
         """
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:

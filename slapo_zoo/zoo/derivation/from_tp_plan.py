@@ -132,9 +132,8 @@ def _first_match(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
 
 def _dims(config: Any) -> dict[str, Any]:
     if not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise refusal(
-            config, "the config has no num_attention_heads", "pass that of its text model"
-        )
+        hint = "pass config.get_text_config(), the config of the text model"
+        raise refusal(config, "the config has no num_attention_heads", hint)
 
     kv = "num_key_value_heads"
     kv = kv if isinstance(getattr(config, kv, None), int) else "num_attention_heads"
@@ -176,7 +175,7 @@ def _plan_rows(
 
 def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
     """Return the sharding rule for `style`, which the tp plan gives to the linear or norm
-    `pattern`. `name` is its last component; `heads` is True if its parent is an attention.
+    `pattern`. `name` is the pattern's last part; `heads` is True if the parent module is an attention.
     """
     unit, together = ("head_dim", "per_kv") if heads else ("", "")
     rules = {

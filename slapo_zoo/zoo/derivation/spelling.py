@@ -125,8 +125,8 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
-    The rule holds the end of the name and of each key: from the last dotted part of their common beginning on.
-    `numbered` True: the first number 0 in that end of a key is the index of an expert.
+    The rule holds the end of the name and the end of each key: what follows the dotted parts with which all of them
+    begin, and the last of these parts. `numbered` True: the first number 0 in the end of a key is an expert's index.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

@@ -15,8 +15,8 @@ KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere",
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return a copy of a table of sharding rules that fits one model only and holds no function: patterns become patterns
-    of the full model, and names of config sizes (`Dim`) become numbers.
+    """Return a copy of a table of sharding rules that fits one model only and holds no function: path patterns below the
+    base model get its prefix (e.g. "transformer."), and names of config sizes (`Dim`) become numbers.
     """
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 

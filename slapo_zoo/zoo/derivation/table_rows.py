@@ -93,7 +93,7 @@ class Modules:
         return not self.foreign.intersection(names)
 
     def shardable(self, pattern: str) -> bool:
-        """Return whether tp may shard the modules at `pattern`: untied linears, LEAST_SHARE or more of all parameters."""
+        """Return whether tp may shard the modules at `pattern`: untied linears with 0.1 % or more of all parameters."""
         alike = self.patterns.get(pattern, [])
         return (
             bool(alike)
@@ -209,7 +209,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return {field of `Table`: value} for the fields that follow from the forward `seen`, whatever tp shards."""
+    """Return {field of `Table`: value} for the fields that depend on the observed forward `seen`, not on rules."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
@@ -239,7 +239,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
 
 def _chains(modules: Modules) -> Iterator[Group]:
-    """Yield a group of modules per feed-forward that all blocks share: column-parallel linears, then a row-parallel one."""
+    """Yield one group per feed-forward that every block has: column-parallel linears, then a row-parallel one."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for taker, makers in modules.seen.chains.items():
         found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))
