@@ -1,4 +1,4 @@
-"""Kernel dispatch: the kernel registry, matrix products on a CPU, and measured tables that choose a kernel.
+"""Kernel dispatch: the registry of kernels, and tables of measured times by which a kernel or torch's operations run.
 
 This package imports `parallel`, and `slapo_zoo.kernels` imports this package.
 """

@@ -1,6 +1,6 @@
 """Baselines for benchmarks of kernels: each operation as `transformers` or torch computes it without our kernels.
 
-Dropout is torch's own, inside fused attention too, so that no baseline is slower than the operations of the model.
+Dropout is torch's own, inside fused attention too, so that no baseline is slower than the model without our kernels.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Return GELU of `x + bias` as transformers computes it: `approximate` "none" by one operation, "tanh" by eight."""
+    """Return GELU of `x + bias` as transformers computes it: "none" by F.gelu, "tanh" by eight elementwise steps."""
     from slapo_zoo.dispatch.kernel_registry import KERNELS
 
     if approximate == "none":
@@ -21,7 +21,7 @@ def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, p: float = 0.0, **_: Any) -> Tensor:
-    """Return dropout(gelu(gate) * up, p), T5's gated activation; tanh-approximated GELU is one operation of torch."""
+    """Return dropout(gelu(gate) * up, p), T5's gated activation; gelu is torch's F.gelu with the tanh approximation."""
     return functional.dropout(functional.gelu(gate, approximate="tanh") * up, p)
 
 
@@ -66,8 +66,8 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute T5's attention of q [B, H, S, D] by torch's fused attention; the arguments are those of the kernel
-    `t5_attention`. The position bias [1, H, S, T] is looked up in `weight` [buckets, H] and held in memory.
+    """Compute T5's attention of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. The position bias
+    [1, H, S, T] is looked up in `weight` [buckets, H]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)
@@ -91,7 +91,7 @@ def local_causal_attention(
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
     """Compute causal attention to the last `window` keys by torch's fused attention, which is faster than GPT-Neo's own.
-    The arguments are those of the kernel `local_causal_attention`.
+    q is [B, H, S, D], k and v are [B, H, T, D]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
@@ -103,8 +103,8 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention to the last `window` keys as GPT-Neo does, with fp32 scores [B, H, S, T] in memory. The
-    arguments are those of the kernel `local_causal_attention`.
+    """Compute causal attention to the last `window` keys as GPT-Neo does, with fp32 scores [B, H, S, T] in memory. q is
+    [B, H, S, D], k and v are [B, H, T, D]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
@@ -115,7 +115,7 @@ def eager_local_attention(
 
 
 def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute relu(BatchNorm(x) + residual), the end of a residual block, by torch's operations."""
+    """Compute relu(BatchNorm(x) + residual), as a residual block ends, by torch's operations with batch statistics."""
     return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
 
 
@@ -151,7 +151,7 @@ EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Return {kernel name: Liger-Kernel's function for the operation, with our arguments}; {} if it is not installed."""
+    """Return {name of our kernel: function with its arguments that calls Liger-Kernel}; {} if that is not installed."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

@@ -126,7 +126,7 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
     """Return {alternative: function that runs forward and backward with arguments `given`, or text why it cannot run}.
 
-    Alternatives are "ours" (the kernel), "eager" (usual torch operations), "expert" (faster torch operations
+    Alternatives are "ours" (the kernel `name`), "eager" (usual torch operations), "expert" (faster torch operations
     that an expert would use, from baselines.EXPERT), "compile" (torch.compile, if `compile`) and "liger".
     """
     kernel: Any = KERNELS[name]
@@ -152,7 +152,7 @@ def measure(
     """Time forward and backward of the kernel `name` and of its alternatives (torch.compile only if `compile`).
 
     Return a dict: "p20 ms", "p50 ms", "p80 ms" --> milliseconds of the kernel; "<alternative> / ours" --> ratio of
-    median times, or why the alternative cannot run; and kernel, shape, dtype and bucket (kernel:dtype:size) as text.
+    median times, or why the alternative cannot run; "what" (the kernel), "shape", "dtype", "bucket" (name:dtype:size).
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -171,7 +171,7 @@ def measure(
 
 
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
-    """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}) of `rows`.
+    """Return ({bucket: `path` or "torch"}, {bucket: smallest ratio of an alternative's time to the kernel's}).
 
     `rows` are results of `measure`; a bucket is the text kernel:dtype:size. A bucket gets `path` ("ours" or "triton":
     the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any measurement, and one
@@ -237,7 +237,7 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """Benchmark all kernels in fp32 and bf16, on a GPU if there is one; return {title: results}.
+    """Benchmark all kernels in fp32 and bf16, on a GPU if there is one; return {title of the printed table: results}.
 
     Each result is the dict that `measure` returns for one kernel, shape and dtype, and is written to the device's JSON
     file at once; a measurement that fails is logged and left out.
@@ -268,7 +268,7 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """Measure each named kernel that the device's table of timings lacks, at one shape; return the completed table.
+    """Measure each named kernel that the device's table of timings lacks, at one test shape; return the new table.
 
     Args:
         names: names of kernels; those without a benchmark are ignored.
@@ -296,7 +296,7 @@ def _row(
 
 
 def _measured_rows(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
-    """Return the (kernel, shape, dtype) of each measurement in a device's file; `folder` None: the user's cache folder."""
+    """Return {(kernel, shape, dtype)} of the measurements in a device's JSON file (`folder` None: user's cache)."""
     file = (folder or user_folder()) / f"{slug(device)}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

@@ -1,4 +1,4 @@
-"""Decide whether a kernel runs for a size on a device: by timings measured there, or else by an estimate.
+"""Decide whether a kernel or torch's operations run for an input width on a device: by timings, or by an estimate.
 
 On a GPU without timings only the kernels in PRIOR run, which do less work than torch's operations. Which modules a
 kernel can replace is decided in slapo_zoo.zoo.kernels_for_modules.
@@ -23,14 +23,14 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision whether a kernel runs for a size on a device: True or False in `runs`, with the reason as text."""
+    """Decision whether a kernel (`runs` is True) or torch's operations run on a device, with the reason as text."""
 
     runs: bool
     reason: str
 
 
 def decide(name: str, dtype: str, size: int, device: str) -> Decision:
-    """Decide whether the kernel `name` runs for a size on a device, at the load and in each call; the result says why.
+    """Decide whether the kernel `name`, and not torch's operations, runs for an input on a device; the result says why.
 
     Args:
         name: name of the kernel.
@@ -66,7 +66,7 @@ def _any(table: Table, rows: Mapping[int, str], between: tuple[int, int]) -> boo
 
 
 def _between(known: list[int], size: int) -> tuple[int, int] | None:
-    """Return the nearest measured sizes (`known`) below and above `size`; None if `size` is measured or beyond all."""
+    """Return the nearest measured widths (`known`) below and above `size`; None if `size` is measured or beyond all."""
     below, above = [n for n in known if n < size], [n for n in known if n > size]
     return (below[-1], above[0]) if below and above and size not in known else None
 
@@ -74,7 +74,7 @@ def _between(known: list[int], size: int) -> tuple[int, int] | None:
 def _interpolated(
     table: Table, rows: Mapping[int, str], between: tuple[int, int], size: int
 ) -> float:
-    """Return the time of the best alternative over that of the kernel, at `size`; NaN if unknown.
+    """Return the ratio (time of the best alternative) / (time of the kernel) at `size`, an input width; NaN if unknown.
 
     The ratio is interpolated logarithmically between the two measured sizes `between`; `rows` maps measured sizes to
     their keys in `table`, which has the measured ratios.

@@ -27,14 +27,16 @@ def is_faster_here() -> bool:
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Return whether oneDNN computes `a @ b` faster than torch's BLAS. `rows`: product of all axes of `a` but the last."""
+    """Return whether oneDNN computes `a @ b` faster than torch's BLAS. If `a` is no matrix, `rows` is the product
+    of its sizes without the last.
+    """
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether `forward`, set on a Linear or Conv1D (None: nothing set), computes what the class's does."""
+    """Return whether a forward that was set on one Linear or Conv1D computes what the class's does; True for None."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

@@ -35,13 +35,13 @@ class Kernel:
         install: function (site, **options) that replaces the forward of the module `site.module`, and adds no key to
             the state dict.
         refuses: returns why the kernel cannot serve a module, or "".
-        serves: class name --> forward that modules of the class get; classes with a forward of their own are
-            excluded, whatever their name.
-        entry: the public function.
+        serves: class name --> forward that modules of the class get; a subclass with a forward of its own is
+            excluded, whatever its name.
+        entry: the public function that computes the operation.
         reference: definition of the result in plain torch operations.
         inputs: maps a test shape to keyword arguments of `entry` and `reference`.
         shapes: shapes that the kernel is tested on.
-        paths: device type --> "triton", "torch" or a library: what the kernel runs there unless it was measured slower.
+        paths: device type --> "triton", "torch" or a few words on what computes the kernel there if it runs.
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         runs_inside: True if the kernel calls the children of the module that it serves, so that the children may have
             kernels too.
@@ -65,7 +65,7 @@ class Kernel:
     limits: Callable[[Tensor], str] = lambda x: ""
 
     def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
-        """Return why the kernel must run as torch operations on a GPU; "" if its Triton code can run, and on a CPU.
+        """Return why the kernel must run as torch operations on a GPU; "" if its Triton code can run, or on a CPU.
 
         Args:
             dtype: dtype of the input.
@@ -81,8 +81,8 @@ class Kernel:
         return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
-        """Return (implementation, reason) for a device ("cpu", or a GPU's name): what runs the kernel there, and why. The
-        implementation is "triton", "torch" or the name of a library.
+        """Return (implementation, reason) for a device ("cpu", or a GPU's name): what computes the kernel there, and
+        why. The implementation is "triton", "torch" or a few words on other code, as in `paths`.
         """
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
@@ -143,7 +143,7 @@ def kernel(
         shapes: shapes that the kernel is tested on.
         serves: class name --> forward that modules of the class get; the classes are not imported.
         cannot: returns why a module of a class in `serves` cannot be served, or "".
-        cpu: what the function runs on a CPU, in a word or two.
+        cpu: what computes the kernel on a CPU, as text to show to users, e.g. "F.gelu, mul".
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
         passes: names of the served module's children whose work the kernel does itself. When such a child is

@@ -76,18 +76,18 @@ def keep(device: str, table: Table) -> None:
 
 
 def changes() -> int:
-    """Return how often kernel timings changed in this process; a new number makes cached decisions invalid."""
+    """Return how often kernel timings changed in this process; decisions cached before a change are invalid."""
     return _changes[0]
 
 
 def forget() -> None:
-    """Drop all cached tables of measured kernels, so that their files are read again."""
+    """Drop all cached tables of kernel timings, so that the tables' files are read again."""
     _kept.clear()
     _changes[0] += 1
 
 
 def table_of(device: str) -> Table:
-    """Return a device's cached table of measured kernels: its own, one of the same compute capability, or an empty one."""
+    """Return the cached kernel timings of a device, or of another GPU of its compute capability, or an empty table."""
     if device not in _kept:
         _kept[device] = own_table(device) or _table_of_same_capability(device) or Table()
     return _kept[device]

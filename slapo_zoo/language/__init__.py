@@ -1,4 +1,3 @@
-"""Package of the schedule language: Directive, Schedule, explain, and the primitives with the graphs that they rewrite.
-
-The package imports only `hf`, `dispatch` and the packages that CONTRIBUTING.md lists below it.
+"""Package of the schedule language: Schedule (a model with the changes made to it), Directive (one change), primitives
+(kinds of change), explain, and graphs of modules. CONTRIBUTING.md lists below `language` all packages that it imports.
 """

@@ -1,4 +1,6 @@
-"""Base classes of the schedule language: `Directive` (one change of a module, as data) and the state it reads."""
+"""Base classes of the schedule language: `Directive` (one change of a module, as data), `Site` (the changed module) and
+`State` (model, mesh and record of all changes).
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -138,7 +140,7 @@ class Site:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of the schedule."""
+        """Return the mesh of the schedule, i.e. the sizes of tp, pp, dp and cp with this rank's coordinates."""
         return self.state.mesh
 
     def group(self, directive: Any) -> Any:
@@ -189,7 +191,7 @@ class Directive:
         for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, f.name)
             if isinstance(value, UNLIKE.get(f.type, ())):
-                expected = {int: "an integer", str: "a text", bool: "True or False"}[f.type]
+                expected = {int: "an integer", str: "a string", bool: "True or False"}[f.type]
                 raise TypeError(f"{self.name}(): {f.name}: found {value!r}, expected {expected}")
 
     @classmethod
@@ -204,7 +206,7 @@ class Directive:
             return cls.of(*args, **kwargs)
         except TypeError as error:
             problem = str(error).replace(f"{cls.__name__}.__init__()", f"{cls.name}()")
-            hint = f"{cls.name}{signature(cls)}".removesuffix(" -> None")
+            hint = f"call {cls.name}{signature(cls)}".removesuffix(" -> None")
             raise ScheduleError(path or "(the model)", cls.name, problem, hint) from None
 
     def check(self, site: Site) -> None:

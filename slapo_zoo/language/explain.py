@@ -85,8 +85,8 @@ class Explanation:
 
 
 def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tuple[str, ...]]]:
-    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths,
-    text) per group. `texts` maps a path to the lines to print for that module.
+    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths, text) per group.
+    `texts` maps the path of a module to the lines to print for that module.
     """
     groups: dict[Any, list[str]] = {}
     for path, text in texts.items():
@@ -104,7 +104,7 @@ def _common(paths: list[str]) -> str:
 def explain(
     state: State, landed: Iterable[tuple[Sequence[str], Directive]], batch: Mapping[str, Any]
 ) -> Explanation:
-    """Run one training step of a scheduled model on fake tensors and return its directives and collectives.
+    """Run one training step of a scheduled model on fake tensors; return the model's directives and step's collectives.
 
     Args:
         state: state of the schedule; nothing in it is changed.
@@ -162,7 +162,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
     """Context for a dry run of a schedule's model in training mode: collectives are recorded on `tape` and not sent.
 
-    On exit the mesh in `state`, the modes of all modules and the random streams are restored.
+    On exit the mesh in `state`, `training` of all modules and the states of the random streams are restored.
     """
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()

@@ -93,8 +93,8 @@ def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> 
 def _square(grads: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all gradients as a float64 scalar.
 
-    Norms of short rows are computed first: on a CPU a single float32 norm over 23 million elements is off by a
-    thousandth.
+    Norms of short pieces of each gradient are computed first: on a CPU a single float32 norm over 23 million
+    elements is off by a thousandth.
     """
     norms = [norm for grad in grads for norm in _row_norms(grad)]
     if not norms:

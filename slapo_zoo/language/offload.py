@@ -3,8 +3,8 @@
 rewrite:  saved x [...] on the device  -->  x in pinned memory of the host  -->  x on the device for the backward
           saved x [B, S, D] on each of n ranks  -->  saved x_r [B * S * D / n]; the backward all-gathers x
 
-Copies run on a side stream beside the computation. The first backward that needs an activation of a
-module copies back all of that module, and starts on the module that ran before it. On a CPU nothing is copied.
+Copies run on a side stream beside the computation. When the backward first needs an activation of a
+module, all activations of that module and of the module before it start to be copied back. On a CPU nothing is copied.
 Sources: Rhu et al. 2016, arXiv:1602.08124; Korthikanti et al. 2022, arXiv:2205.05198, section 6 (Megatron-LM's
 --distribute-saved-activations).
 """
@@ -123,7 +123,7 @@ class Call:
         return Offloaded(self, found[key], tensor)
 
     def bring_back(self) -> None:
-        """Start to copy the activations of this call back to the device, and then those of the call before it."""
+        """Start to copy the activations of this call, and then of the call that ran before it, back to the device."""
         self._begin()
         if self.before is not None:
             self.before._begin()
@@ -185,7 +185,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return the storage ids of a module's parameters and buffers, and of casts of them that the module reads instead."""
+    """Return ids of the storages of a module's parameters, of its buffers, and of casts that hide its parameters."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

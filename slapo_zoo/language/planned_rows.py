@@ -73,7 +73,7 @@ def planned_rows(
 def _sums(
     state: State, names: list[str], placed: Placed | None, stages: tuple[int, ...]
 ) -> tuple[Sum, ...]:
-    """Return the sums over ranks that complete a parameter's gradient, in order: tp, stages that share it, then dp.
+    """Return the sums over ranks that complete a parameter's gradient, one Sum each: over tp, pp (if tied), then dp.
 
     Args:
         state: state of the schedule.

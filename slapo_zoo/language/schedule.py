@@ -144,7 +144,7 @@ class Schedule(Selection):
 
     Args:
         model: any module; directives change it in place.
-        mesh: sizes of tp, pp and dp and the coordinates of this rank; building needs no process group.
+        mesh: sizes of tp, pp and dp and the coordinates of this rank; a Schedule needs no process group.
         seed: seed of the model's random streams (dropout).
     """
 

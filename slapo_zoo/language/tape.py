@@ -46,7 +46,7 @@ class Product(NamedTuple):
 
 
 def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Product | None:
-    """Return sizes and cost of the matrix product, convolution or attention that an operator call computes, or None.
+    """Return sizes and cost of the matrix product, convolution or attention of an operator call; None for others.
 
     Args:
         func: the torch operator, e.g. `aten.mm.default`.
@@ -176,7 +176,7 @@ class Tape(TorchDispatchMode):
 
     Args:
         model: model with fake tensors; None when the caller runs the forward itself.
-        units: paths of the modules whose calls are counted one by one; none may lie within another.
+        units: paths of modules, e.g. blocks; each row names the one that runs. None may lie within another.
         inner: paths of further modules for whose calls a row is written at the begin and the end.
         last: path of a unit; the forward is stopped after it if a vocabulary-parallel loss was computed by then.
     """
@@ -319,7 +319,7 @@ class Tape(TorchDispatchMode):
                    tensor.dtype, tensor.requires_grad)  # fmt: skip
 
     def _given(self, tensor: Tensor) -> None:
-        """Give a negative storage number to a tensor that existed before the recorded step, such as a parameter."""
+        """Give a negative storage number (`Ref.storage`) to a tensor that existed before the step, e.g. a parameter."""
         key = tensor.untyped_storage()._cdata
         self._storages.setdefault(key, -1 - len(self._storages))
 

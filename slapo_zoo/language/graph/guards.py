@@ -30,7 +30,7 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
         same = value == expected
     if not same:
         problem = f"{read} was {expected!r} during the trace, this call has {_shown(value)}"
-        raise ScheduleError(where, "trace", problem, "trace with the example_inputs of this call")
+        raise ScheduleError(where, "trace", problem, "trace with this call as example_inputs")
 
 
 @has_side_effect
@@ -54,7 +54,7 @@ def expect_no_others(others: dict[str, Any], where: str) -> None:
     """
     unknown = sorted(name for name, value in others.items() if value is not None)
     if unknown:
-        problem = f"this call has the keyword arguments {unknown}, the example call had not"
+        problem = f"this call has the keyword arguments {unknown}, which the example call lacked"
         hint = "leave them out, or trace with example_inputs that have them"
         raise ScheduleError(where, "trace", problem, hint)
 

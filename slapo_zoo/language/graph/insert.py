@@ -112,8 +112,8 @@ def carry_parameters(
             continue
         if parameter is None or shape != tuple(parameter.shape):
             found = [tuple(p.shape) for p in given]
-            wanted = None if parameter is None else tuple(parameter.shape)
-            problem = f"{name!r} of {_name(new)} has shape {wanted}, those of the replaced modules {found}"
+            has = "is None" if parameter is None else f"has shape {tuple(parameter.shape)}"
+            problem = f"{name!r} of {_name(new)} {has}, the replaced modules have {found or 'none'}"
             hint = "give it parameters of the names and shapes of the replaced modules, or leave out carry=True"
             raise ScheduleError(path or "(the model)", "replace(carry=True)", problem, hint)
         whole = (

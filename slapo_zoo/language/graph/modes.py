@@ -27,7 +27,7 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
         where: path of the traced module, for the check.
 
     Returns:
-        True when the graph is right in both modes; otherwise it now raises when run in the other mode.
+        True when the graph is right in both modes; otherwise the graph now raises when run in the other mode.
     """
     if other is None or not _differ_in_literals_only(graph, other):
         nodes = _training(graph)

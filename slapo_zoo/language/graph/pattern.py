@@ -89,5 +89,6 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.GraphModule:
     unused = [n.name for n in graph.nodes if n.op == "placeholder" and not n.users]
     if unused or not any(n.op.startswith("call") for n in graph.nodes):
         problem = f"arguments {unused} are not used" if unused else "the pattern computes nothing"
-        raise ScheduleError("pattern", name, problem, "return the result of the operations to find")
+        hint = "use every argument, and return the result of the operations to find"
+        raise ScheduleError("pattern", name, problem, hint)
     return fx.GraphModule(root, graph)

@@ -115,7 +115,7 @@ def _replace(
     """Replace a subgraph by one call, and return the new node.
 
     `single` says that the call returns the only output itself, not a sequence of outputs. `carry` gives `new` the
-    parameters of the replaced modules, with `joined` concatenated. `constants` are keyword arguments of `new`, `name`
+    parameters of the replaced modules, concatenated if `joined`. `constants` are keyword arguments of `new`, `name`
     is that of its child module.
     """
     owner, before = subgraph.module, insertion_point(subgraph)

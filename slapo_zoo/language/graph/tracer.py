@@ -150,7 +150,7 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check to the graph: a call in which the shape behind `proxy` has another length raises ScheduleError."""
+        """Add a check to the graph: a call in which `proxy`, a shape, has another length raises ScheduleError."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})

@@ -164,8 +164,8 @@ def restoring(
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Remember the present state of the random streams and the ForwardContext; return a function that makes contexts
-    in which this state is restored.
+    """Remember the random streams' state and the settings of the running forward (ForwardContext); return a function
+    that makes contexts in which both are restored.
 
     Args:
         stream: random stream of the model, or None; forked generators of `get_cuda_rng_tracker` are included.

@@ -17,7 +17,7 @@ class CoreAttentionSeam(Directive):
     """Give an attention module a child `core_attn` that `transformers` calls for softmax(q k^T) v.
 
     rewrite:  attn(x) = o(sdpa(q, k, v))  -->  attn(x) = o(attn.core_attn(q, k, v))
-    note:     no key is added to the state dict; dropout masks follow the global head number
+    note:     no key is added to the state dict; a head draws the same dropout mask whichever rank holds it
     errors:   fewer heads than ranks; an unknown back end
 
     Args:
@@ -40,7 +40,7 @@ class CoreAttentionSeam(Directive):
             problem = f"{self.num_heads} heads cannot be sharded over {self.mesh_dim}={n}"
             heads = range(1, self.num_heads + 1)
             legal = [m for m in heads if not placement.problem(self.num_heads, m)]
-            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
+            raise self.fail(site, problem, f"choose among legal sizes of {self.mesh_dim}: {legal}")
 
     def apply(self, site: Site) -> None:
         n, r = site.mesh.place(self.mesh_dim)

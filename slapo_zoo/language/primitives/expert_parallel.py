@@ -44,12 +44,14 @@ class ExpertParallel(Directive):
             problem = (
                 f"{found} experts cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
             )
-            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{found}")
+            raise self.fail(
+                site, problem, f"choose among legal sizes of {self.mesh_dim}: 1..{found}"
+            )
         local = Placement(0).local_size(found, n, r)
         wrong = [name for name, p in site.module.named_parameters() if p.shape[0] != local]
         if wrong:
             problem = f"{wrong[0]} is not sharded to {local} of {found} experts on axis 0"
-            raise self.fail(site, problem, f"shard({wrong[0]!r}, 0, uneven=True) first")
+            raise self.fail(site, problem, f"call shard({wrong[0]!r}, 0, uneven=True) first")
 
     def apply(self, site: Site) -> None:
         module: Any = site.module

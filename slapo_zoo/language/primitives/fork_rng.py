@@ -37,14 +37,14 @@ class ForkRng(Directive):
 
     Args:
         per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is sharded over tp).
-        axis: for a Dropout whose input is sharded over tp: the sharded axis (1: heads; -1: last).
-        size: global size of that axis; 0: that of the result of `after`, a sharded linear.
-        after: name of the module whose output, sharded along its last axis, is dropped out. For a module that calls
-            F.dropout, the child that runs before that call (BART's `fc1`). For a Dropout that its parent calls
-            twice, the sibling before one of the calls; the input of the other is unsharded. Needs `axis=-1`.
+        axis: for a Dropout whose input is sharded over tp: the sharded axis, 1 (heads) or -1 (last); 0: unsharded.
+        size: unsharded size of that axis; 0 takes the number of outputs of the linear that `after` names.
+        after: name of a column-parallel linear whose output is dropped out (needs `axis=-1`): for a module that calls
+            F.dropout, a child (BART's `fc1`); for a Dropout, a sibling. If the parent calls the Dropout twice, only
+            the call after that sibling has a sharded input, and the other call an unsharded one.
         tokens: with sequence parallelism, the input holds only the tokens of this rank.
-        rows: axis 0 of the input is the batch; False (DeBERTa's distances): every micro-batch and dp
-            rank draws the same mask.
+        rows: True if axis 0 of the input is the batch; False (DeBERTa's relative positions): every
+            micro-batch and dp rank draws the same mask.
     """
 
     per_rank: bool = False
@@ -62,7 +62,7 @@ class ForkRng(Directive):
             raise self.fail(site, problem, hint)
         if self.axis and self.size < site.mesh.size("tp") and (self.size or not self.after):
             problem = f"found size={self.size}, which cannot be sharded over tp={site.mesh.tp}"
-            raise self.fail(site, problem, "pass size=, the unsharded size of that axis")
+            raise self.fail(site, problem, f"pass size=, the unsharded size of axis {self.axis}")
         if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
             problem = "rows=False fits only an nn.Dropout, without axis= and tokens="
             hint = "select a Dropout with equal inputs on all ranks, and pass rows=False alone"
@@ -99,7 +99,7 @@ class ForkRng(Directive):
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
-        """Return the indices that this tp rank holds of the axis along which the dropout's input is sharded, or None."""
+        """Return this tp rank's indices along the sharded axis of the dropout's input; None if that is unsharded."""
         if not self.axis or not (size := self._size(site)):
             return None
         (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))
@@ -132,7 +132,7 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Record of the sharded linear before a dropout (`ForkRng.after`); `ran` is True between the calls of the two.
+    """Record of the linear before a dropout (`ForkRng.after`); `ran` is True from the linear's call to the dropout's.
 
     `run` is the range of the linear's output columns on this rank, `size` the number of columns on all ranks.
     """
@@ -146,16 +146,15 @@ class _AfterChild:
 
 
 class OwnDropout(TorchFunctionMode):
-    """Context in which the k-th F.dropout call of a forward draws its mask from random numbers named `path#k`.
-
-    OPT, for example, calls F.dropout without a Dropout module.
+    """Context in which the k-th random call of a forward (F.dropout, fused attention, torch.rand) draws by a seed made
+    from the module's path and k. OPT, for example, calls F.dropout without a Dropout module.
 
     Args:
         site: the module whose forward runs, with its path.
         tokens: with sequence parallelism, inputs hold only the tokens of this rank.
         name: name from which the random numbers are derived, by default the path; ranks that must draw differently
             have different names.
-        child: the child named by `after`, whose output is sharded along the last axis, or None.
+        child: record of the child `ForkRng.after`, whose output is sharded along the last axis; None without one.
     """
 
     def __init__(

@@ -14,5 +14,5 @@ class Seen:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"Seen gives no private attributes: read {name!r} from the module")
+            raise AttributeError(f"{name!r} is private: read the attribute of the module itself")
         return self._values[name] if name in self._values else getattr(self._module, name)

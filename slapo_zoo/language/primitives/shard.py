@@ -128,7 +128,7 @@ class Shard(Directive):
         if earlier := site.placed(self.param_name):
             if self._same_through_a_tie(site, earlier):
                 return
-            hint = "remove one of the two; tied parameters are sharded together"
+            hint = "remove one of the two directives; tied parameters are sharded together"
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
         if not 0 <= self.axis < tensor.ndim:
             problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
@@ -150,7 +150,7 @@ class Shard(Directive):
         n, axis = site.mesh.size(self.mesh_dim), f"axis {self.axis} of {self.param_name!r}"
         if problem := self.placement.problem(size, n):
             legal = [m for m in range(1, n) if not self.placement.problem(size, m)]
-            hint = f"legal sizes of {self.mesh_dim}: {legal or [1]}"
+            hint = f"choose among legal sizes of {self.mesh_dim}: {legal or [1]}"
             raise self.fail(site, f"{axis}: {problem}", hint)
         units = self.placement.units(size)
         lenient = self.uneven or self.pad or self.replicate or self.unit > 1
@@ -186,7 +186,7 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """All-gather the shared features of the Linear's output y [..., own + len(run)]; return [..., own + shared].
+        """Gather shared features of a Linear's output y [..., own + len(run)] over ranks; return [..., own + shared].
 
         y has this rank's own features, then its range `run` of the `shared` ones (k and v of the only KV head). The
         backward sums the gradient of the shared features over ranks.

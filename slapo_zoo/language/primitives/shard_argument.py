@@ -39,7 +39,9 @@ class ShardArgument(Directive):
             problem = (
                 f"{self.size} heads cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
             )
-            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{self.size}")
+            raise self.fail(
+                site, problem, f"choose among legal sizes of {self.mesh_dim}: 1..{self.size}"
+            )
 
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)

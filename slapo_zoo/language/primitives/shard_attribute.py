@@ -47,7 +47,7 @@ class ShardAttribute(Directive):
         if problem := self._placement.problem(size, self._ranks(site)):
             n = self._ranks(site)
             legal = [m for m in range(1, n) if not self._placement.problem(size, m)]
-            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
+            raise self.fail(site, problem, f"choose among legal sizes of {self.mesh_dim}: {legal}")
 
     def apply(self, site: Site) -> None:
         holder, n = self._holder(site), self._ranks(site)

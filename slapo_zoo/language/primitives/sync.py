@@ -38,8 +38,8 @@ def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
         problem = f"found axis {axis} for a tensor of shape {tuple(x.shape)}"
         raise sync.fail(site, problem, f"choose an axis from {-x.ndim} to {x.ndim - 1}")
     if x.shape[axis] % n:
-        problem = f"axis {axis} of {tuple(x.shape)} is not a multiple of {sync.mesh_dim}={n}"
-        raise sync.fail(site, problem, "pad the axis to a multiple, or change the mesh")
+        problem = f"axis {axis} of a tensor of shape {tuple(x.shape)} is not a multiple of {sync.mesh_dim}={n}"
+        raise sync.fail(site, problem, f"pad the axis, or choose another {sync.mesh_dim}")
 
 
 OF_COLUMNS = ("vocab_logits", "join_columns")  # need a sharded weight, for the global size
@@ -128,7 +128,7 @@ class Sync(Directive):
             return
         if self.mode not in MODES:
             problem = f"found mode {self.mode!r}, expected one of {MODES}"
-            hint = "fwd_pre: inputs, fwd_post: outputs, bwd_post: gradients"
+            hint = "choose what the collective changes (fwd_pre: inputs, fwd_post: outputs, bwd_post: gradients)"
             raise self.fail(site, problem, hint)
         if callable(self.sync_op_or_fn):
             return
@@ -146,7 +146,7 @@ class Sync(Directive):
                 hint += f"; mode fwd_pre with {'->'.join(op.split('->')[::-1])!r} does this to the gradient"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
-            hint = 'shard("weight", 0, pad=True) first'
+            hint = 'call shard("weight", 0, pad=True) first'
             raise self.fail(site, f"the module's weight is not sharded, as {op!r} needs", hint)
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)
@@ -160,7 +160,8 @@ class Sync(Directive):
         if kind == "whole" and op in SUMS and site.mesh.size(self.mesh_dim) > 1:
             times = site.mesh.size(self.mesh_dim)
             problem = f"the module has no sharded parameter: the sum is {times} times its output"
-            raise self.fail(site, problem, 'shard("weight", ...) along its inputs first')
+            hint = 'call shard("weight", ...) along the inputs first, or leave sync() out'
+            raise self.fail(site, problem, hint)
         if kind == "partial" and op not in SUMS:
             hint = f"use one of {SUMS}; a second sync() may follow with another collective"
             problem = (
@@ -173,7 +174,7 @@ class Sync(Directive):
             raise self.fail(site, problem, hint)
         whole_bias = site.tensor("bias") is not None and site.placed("bias") is None
         if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
-            hint = 'shard("bias", 0) first, or scatter along another axis'
+            hint = 'call shard("bias", 0) first, or scatter along another axis'
             raise self.fail(
                 site, "the bias is unsharded, but the collective shards the output", hint
             )

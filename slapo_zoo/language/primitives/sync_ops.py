@@ -87,9 +87,9 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Wrap this rank's columns of the logits [..., V/n] in a tensor class (VocabLogits or LogitsOnDemand).
+    """Wrap this rank's logits [..., V/n] in a Tensor subclass: VocabLogits, or LogitsOnDemand if x is one.
 
-    A loss computes with the columns of each rank; any other function first gathers all columns.
+    From the result a loss is computed with each rank's columns; any other function first gathers all columns.
     """
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it

@@ -32,7 +32,9 @@ class SyncRMSNorm(Directive):
 
     def check(self, site: Site) -> None:
         if site.placed("weight") is None:
-            raise self.fail(site, "the module's weight is not sharded", "shard('weight', 0) first")
+            raise self.fail(
+                site, "the module's weight is not sharded", "call shard('weight', 0) first"
+            )
         if not isinstance(getattr(site.module, self.eps, None), float):
             hint = "pass eps=, the name of the attribute that the module's forward adds to the mean"
             raise self.fail(site, f"found no attribute {self.eps!r} that is a float", hint)

@@ -32,7 +32,7 @@ class VocabBias(Directive):
             has = ", ".join(name for name, _ in site.module.named_children()) or "none"
             raise self.fail(site, f"no child {self.linear!r}", f"choose one of: {has}")
         if site.placed(self.param_name) is None:
-            hint = f"shard({self.param_name!r}, 0, pad=True) first"
+            hint = f"call shard({self.param_name!r}, 0, pad=True) first"
             raise self.fail(site, f"the parameter {self.param_name} is not sharded", hint)
         if "forward" in vars(site.module):
             hint = "move this directive before the one that replaced the forward"

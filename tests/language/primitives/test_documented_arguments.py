@@ -149,7 +149,7 @@ def test_wrong_directive_argument_raises_and_shows_the_signature():
     sch = slapo_zoo.create_schedule(nn.Sequential(nn.Linear(4, 6)))
     with pytest.raises(ScheduleError, match=r"0: shard: shard\(\) got an unexpected") as caught:
         sch["0"].shard("weight", axes=0)
-    assert caught.value.hint.startswith("shard(param_name: str, axis: int, ")
+    assert caught.value.hint.startswith("call shard(param_name: str, axis: int, ")
     with pytest.raises(ScheduleError, match="missing 1 required positional argument: 'axis'"):
         sch["0"].shard("weight")
 
