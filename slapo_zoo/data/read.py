@@ -162,7 +162,7 @@ def explained(name: str, split: str) -> Iterator[None]:
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         hint = "check that the file's format matches its ending, and that the data have this split"
         if any(word in problem for word in OF_NOTHING):
-            problem, hint = "found no row in this split", "name other data"
+            problem, hint = "found no row in this split", "name other data or another split"
         raise DataError(name, f"split {split!r}", problem, hint) from error
 
 
@@ -184,7 +184,7 @@ def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str])
             continue
         if name not in found:
             problem = f"found no column {name or ' or '.join(usual)!r} among {', '.join(found)}"
-            hint = f'name it, e.g. columns={{"{role}": "NAME"}}'
+            hint = f'name the column of this input: columns={{"{role}": "NAME"}}'
             raise DataError("data", role, problem, hint)
         chosen[role] = name
     return chosen

@@ -158,7 +158,7 @@ class Assembly(Outline):
 
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
-    """Create a process group for each set of ranks that `plan` sums gradients over; return {ranks: this rank's group}.
+    """Create a process group for each set of ranks over which `plan` sums gradients; return this rank's {ranks: group}.
 
     All ranks must call this function.
     """

@@ -15,7 +15,7 @@ THEIRS = "_fused_forward"  # the function that `trl.trainer.utils.add_fused_lm_h
 
 
 def take_back_forward(model: Any) -> None:
-    """Replace TRL's fused forward of a model by one that uses the model's own logits; leave the model's own forward.
+    """Replace TRL's fused forward, if a model has that, by one that uses the model's own logits.
 
     Raises:
         SlapoError: the forward was replaced, but not by TRL's fused one.

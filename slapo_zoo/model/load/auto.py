@@ -23,8 +23,8 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the loader's options, a schedule card (a published schedule) replaced by its directives, with a recompute
-    policy per block that fits `activation_memory=`. `dtype` is that of the parameters.
+    """Return the loader's options, a schedule card (a published schedule) replaced by its directives, and with a
+    `checkpoint_policy` that fits the budget `activation_memory=`, if given. `dtype` is that of the parameters.
     """
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
@@ -207,7 +207,8 @@ class AutoScheduledModel:
 def within_budget(
     options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype
 ) -> LoaderOptions:
-    """Return the options with a recompute policy per block that meets `activation_memory=`; unchanged without it.
+    """Return the options with a `checkpoint_policy` (what each block saves for the backward) that fits the
+    budget `activation_memory=`; unchanged if none is given.
 
     Args:
         options: options of the model.
@@ -216,7 +217,7 @@ def within_budget(
         dtype: dtype of the parameters.
 
     Raises:
-        SlapoError: no policy fits the budget, or the budget contradicts another argument.
+        SlapoError: no choice of policies fits the budget, or the budget contradicts another argument.
     """
     asked = options.activation_memory
     if asked is None:

@@ -134,8 +134,8 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str) -> tuple[dict[str, Any], bool]:
-    """Read the schedule card `name` (folder or Hub id); return (its plans and measurements per device, True if this
-    package ships a card with the same directives).
+    """Read the schedule card `name` (folder or Hub id); return (the arguments that the card recommends per device,
+    True if this package ships a card with the same directives).
     """
     card = load_card(name)
     own = CARDS / card.program.model_type  # published with this package

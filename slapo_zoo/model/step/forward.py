@@ -139,7 +139,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any) -> None:
-    """Raise MeshError in eval mode if some of the ranks that compute this output together do not make the call.
+    """Raise MeshError in eval mode if a rank that has to compute a part of the output does not call the model.
 
     Ranks check this in the first ALWAYS (16) calls, and then in one of every `model.input_check_interval` calls.
     """

@@ -160,7 +160,7 @@ def _read(
 
 
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether padding may be left out for a batch of these shapes and this model, whatever the values."""
+    """Return whether layers may leave padding out for this model and a batch of such shapes, whatever its values."""
     state = model._slapo.schedule.state
     if model.mesh.size("cp") > 1:
         return False
