@@ -175,8 +175,8 @@ def scores_by_place(attention: Any, stream: Any) -> None:
     """Replace `_attn`, the method with which GPT-Neo and GPT-J compute scores, by one that sees all tokens of a row.
 
     The new method gathers the keys and values [B, H, S, d] of all cp ranks, and takes this rank's rows of the causal
-    mask, a buffer [1, 1, P, P]; with attention by heads (Ulysses) it computes some heads for all tokens. `stream`,
-    the model's random stream, says in `stream.cut` how the running step shards tokens.
+    mask, a buffer [1, 1, P, P] of P positions; with attention by heads (Ulysses) it computes some heads for all tokens.
+    `stream`, the model's random stream, says in `stream.cut` how the running step shards tokens.
     """
     own = attention._attn
 

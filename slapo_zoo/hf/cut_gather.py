@@ -48,8 +48,8 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Compute causal attention in calls of `run` for max(RUN, heads * head size) queries each, so that the mask of a call
-    is about as large as the keys of a row; return (output [B, s, H, d], weights of the last call).
+    """Compute causal attention in calls of `run` for max(2048, H * d) queries each (H heads of size d), so that the
+    mask of a call is about as large as the keys of a row; return (output [B, s, H, d], weights of the last call).
 
     Each mask is made again in the backward. `first` is the position of this rank's first query in the row; k and v are
     those of all cp ranks, `options` are further arguments of the attention.

@@ -96,7 +96,7 @@ def attend(
     """Return (output [B, s, H, d], None) of this rank's queries and the keys of all ranks.
 
     q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
-    `attention` is transformers' module, `options` are its further arguments, `run` has its dropout and scaling.
+    `attention` is transformers' module, `options` its further arguments; `run` holds dropout and scaling of the call.
     """
     causal, (B, H, s, d), total = options.get("is_causal"), q.shape, cut.n * k.shape[2]
     causal = getattr(attention, "is_causal", True) if causal is None else causal

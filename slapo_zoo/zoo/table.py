@@ -165,7 +165,7 @@ ZOO: dict[str, Table] = {}
 def register(table: Table) -> Table:
     """Add a family's table of sharding rules to the zoo and return it; ArchitectureError if the family has one already."""
     if table.model_type in ZOO:
-        problem, hint = "this family has a table already", "register each model_type once"
+        problem, hint = "this family has a table already", "give the new table another model_type"
         raise ArchitectureError("register", f"model_type={table.model_type!r}", problem, hint)
     ZOO[table.model_type] = table
     return table

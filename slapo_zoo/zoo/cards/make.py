@@ -31,7 +31,7 @@ def zoo_card(
         auto_class: auto class that selects the model's head, e.g. "AutoModelForCausalLM".
         mesh: mesh that the schedule is for.
         base_model: Hub id of the checkpoint; any other text is replaced by the model family.
-        any_size: True for a card that fits every model of the class with the same number of blocks.
+        any_size: True for a card that fits every size of the class with the same number of blocks; False: this size.
         knobs: further arguments of the loader, e.g. sequence_parallel, checkpoint_ratio.
     """
     outline = Outline(config, auto_class, mesh, torch.float32, **knobs)

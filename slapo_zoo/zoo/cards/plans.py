@@ -18,7 +18,7 @@ class Plan:
 
     Args:
         size: name of the checkpoint whose sizes the model has.
-        model: family and sizes of the model, as `zoo.tuned.shape_name` writes them.
+        model: family and sizes of the model, e.g. "gpt2 hidden_size=1600 ..." (`zoo.tuned.shape_name`).
         model_class: name of the model's class, with its head.
         parameters: number of parameters of the model.
         device: name of the planner's hardware profile, e.g. "h100", which is part of the device's own name.
@@ -119,7 +119,7 @@ def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str
 
     Args:
         tuned: results of `slapo-zoo tune --card` on one device: setting (model, dtype, row length, ...) --> measurements.
-        model: name of the model, as `zoo.tuned.model_name` writes it.
+        model: family and config digest, "gpt2 0a1b2c3d4e5f" (`zoo.tuned.model_name`).
         ranks: number of ranks, which tp * pp * dp of a match must equal.
     """
     found: list[tuple[float, dict[str, Any]]] = []

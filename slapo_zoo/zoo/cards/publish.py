@@ -24,7 +24,7 @@ def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -
     Args:
         model: model that AutoScheduledModel loaded, on any rank.
         base_model: Hub id of the model's checkpoint; None takes the id in the config, or else the family.
-        any_size: True for a card that fits every model of the class with the same number of blocks.
+        any_size: True for a card that fits every size of the class with the same number of blocks; False: this size.
     """
     mesh = model.mesh
     program = make_program(model.schedule, model.config, model.unscheduled_class, any_size)

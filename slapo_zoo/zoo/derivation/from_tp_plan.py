@@ -48,7 +48,7 @@ split_input: Rule = (
 
 
 def plan_of(config: Any) -> dict[str, str]:
-    """Return transformers' tp plan for a config, {pattern of paths in the base model: style}; {} if there is none."""
+    """Return transformers' tp plan for a config, {pattern of base model paths: style such as "colwise"}; {} if none."""
     return dict(getattr(config, "base_model_tp_plan", None) or {})
 
 
