@@ -21,7 +21,7 @@ def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """
     from slapo_zoo.kernels.dropout import dropout
     from slapo_zoo.parallel.rng.device_seeds import hashed_cells, later
-    from slapo_zoo.parallel.rng.random_stream import RandomStream
+    from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
     compared = 0
     for p in (0.1, 0.5):

@@ -1,7 +1,7 @@
 """Dropout masks of kernels: given as a tensor, or hashed from one seed per cell while they are used.
 
-A cell is one batch row (in attention: one batch row and head); see slapo_zoo.parallel.rng.random_stream. The
-mask of element i of a cell depends only on (seed, i), so forward, backward and recomputation draw the same mask
+A cell is one batch row (in attention: one batch row and head); see slapo_zoo.parallel.rng.layout_independent_random.
+The mask of element i of a cell depends only on (seed, i), so forward, backward and recomputation draw the same mask
 on every device and with every block size, and no mask is stored.
 """
 

@@ -1,6 +1,6 @@
 """Triton kernel of dropout.py, and the hash by which all Triton kernels here drop elements.
 
-The hash is bit for bit that of slapo_zoo.parallel.rng.random_stream.is_kept. Each program handles one block of
+The hash is bit for bit that of slapo_zoo.parallel.rng.device_seeds.is_kept. Each program handles one block of
 elements of one batch row.
 """
 

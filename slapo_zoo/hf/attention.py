@@ -17,7 +17,7 @@ from slapo_zoo.hf.cut_attention import (
 )
 from slapo_zoo.hf.padding import mask_without_wait, packing_without_wait
 from slapo_zoo.parallel.known import known
-from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream, dropout
 from slapo_zoo.parallel.rng.stream_position import SiteName
 
 ATTRIBUTE = "core_attn"

@@ -19,7 +19,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.parallel.rank_plan import RankPlan
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 from slapo_zoo.parallel.token_cut import WAYS
 
 

@@ -21,7 +21,7 @@ from slapo_zoo.language.graph.traced import check_reachable
 from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 FORMAT = "slapo-zoo-schedule/1"
 Step = tuple[str, Directive]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import padded_batch, random_batch
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 from slapo_zoo.zoo.options import MESH
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.survey import survey

@@ -20,7 +20,7 @@ from slapo_zoo.model.numerics import digests
 from slapo_zoo.model.step.runtime import tokens_divide
 from slapo_zoo.parallel.losses.loss_means import LABELS
 from slapo_zoo.parallel.ranks.emulation import emulate
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 from slapo_zoo.verify import compare
 from slapo_zoo.verify.case import DROPOUT, EVALUATED, Case, Trial
 from slapo_zoo.verify.compare import (

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 from slapo_zoo.verify.case import Case, changes_for_comparison, expressive_config, noisy_model
 from slapo_zoo.verify.compare import Result
 from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal

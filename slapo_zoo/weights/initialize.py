@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.rng.device_seeds import mix
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 
 
 def initialize_weights(

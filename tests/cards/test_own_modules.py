@@ -9,7 +9,7 @@ from transformers import GPT2Config
 
 import slapo_zoo
 from slapo_zoo import AutoScheduledModel, CardError, Mesh, ScheduleError
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 
 
 class Tower(nn.Module):

@@ -11,7 +11,7 @@ from corpus_training import Training
 
 from slapo_zoo import load_checkpoint, save_checkpoint
 from slapo_zoo.parallel.ranks.agreement import once_for_all, together
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 from slapo_zoo.verify.compare import LEARNING_RATE, MAX_NORM
 
 GPT2, BERT, LLAMA, T5 = (

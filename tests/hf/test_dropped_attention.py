@@ -6,7 +6,7 @@ import torch
 from kernel_checks import recorded_operators
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.kernels import blocked_attention, device_dropout
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 
 class Attention(torch.nn.Module):

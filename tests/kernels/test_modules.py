@@ -15,7 +15,7 @@ from transformers.models.t5 import modeling_t5
 
 from kernel_checks import KERNELS
 from slapo_zoo.hf.own.wideresnet import WideResNetBottleneck, WideResNetConfig
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 BERT = transformers.BertConfig(hidden_size=24, intermediate_size=40, vocab_size=31, max_position_embeddings=16)  # fmt: skip
 T5 = {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_heads": 3, "num_layers": 2, "vocab_size": 31, "decoder_start_token_id": 0}  # fmt: skip

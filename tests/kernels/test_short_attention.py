@@ -10,7 +10,7 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.kernels import short_attention
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 HEADS, DEPTH = 4, 16
 

@@ -11,7 +11,7 @@ import torch
 
 from heads import HEADS
 from parity import batch_of, tiny_config
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 CHEAP = {("gpt2", 1), ("gpt2", 2), ("t5", 1)}
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_zoo.parallel.rng.device_seeds import DeviceSeeds, mix, signed, split_cells
-from slapo_zoo.parallel.rng.random_stream import RandomStream, hashed_cells
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream, hashed_cells
 
 P, SITE = 0.3, "h.0.attn"
 

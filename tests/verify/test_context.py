@@ -38,7 +38,7 @@ def no_forward(sch):
 
 def step(blocks, **options):
     """Run each block of steps in its own Verify context on this rank; return the reports."""
-    with slapo_zoo.parallel.rng.random_stream.drawn_from(0):
+    with slapo_zoo.parallel.rng.layout_independent_random.drawn_from(0):
         model = two_layers()
     names = [name for name, _ in model.named_parameters()]
     sch = slapo_zoo.create_schedule(model)
@@ -155,7 +155,7 @@ class Attention(nn.Module):
 
 def attend(mask, right):
     """Verify a block of attention with sharded heads."""
-    with slapo_zoo.parallel.rng.random_stream.drawn_from(0):
+    with slapo_zoo.parallel.rng.layout_independent_random.drawn_from(0):
         sch = slapo_zoo.create_schedule(Attention())
     x = torch.linspace(-1, 1, 80).reshape(2, 5, 8)
     try:

@@ -28,7 +28,7 @@ from parity import (
 )
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.parallel.rng.device_seeds import drawn_cells, hashed_cells
-from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream, dropout
 
 P, SEED = 0.1, 7
 CASES = {

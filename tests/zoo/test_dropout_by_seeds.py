@@ -8,7 +8,7 @@ import transformers
 
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.hf.attention import CoreAttention
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 P = 0.2
 BERT = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,

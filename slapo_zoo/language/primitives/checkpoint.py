@@ -16,7 +16,7 @@ from slapo_zoo.language.graph.group import group
 from slapo_zoo.language.graph.rewrite import insertion_point
 from slapo_zoo.language.graph.target import resolve
 from slapo_zoo.language.offload import SHARDED, kept_in_shares
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 from slapo_zoo.parallel.rng.seeds import get_cuda_rng_tracker
 
 ATEN = torch.ops.aten

@@ -15,7 +15,7 @@ from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.language.directive import Directive, Site, join, primitive
 from slapo_zoo.parallel.compat import ranks_are_threads
 from slapo_zoo.parallel.placement import Placement, Run
-from slapo_zoo.parallel.rng import random_stream as rng
+from slapo_zoo.parallel.rng import layout_independent_random as rng
 
 DRAWS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",

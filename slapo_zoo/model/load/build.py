@@ -21,7 +21,7 @@ from slapo_zoo.parallel.local_tensors import part_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.rng.device_seeds import mix
-from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 from slapo_zoo.zoo.cards.publish import card_of_module, publish
 from slapo_zoo.zoo.cards.resolve_card import module_steps
 

@@ -24,7 +24,7 @@ from slapo_zoo.language.tape import Tape
 from slapo_zoo.parallel.known import Known, knowing
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule

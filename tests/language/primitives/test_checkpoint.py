@@ -10,7 +10,7 @@ from slapo_zoo.language import offload
 from slapo_zoo.language.graph.pattern import call_module
 from slapo_zoo.language.primitives.checkpoint import checkpoint
 from slapo_zoo.language.schedule import Schedule, from_json
-from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
+from slapo_zoo.parallel.rng.layout_independent_random import RandomStream, dropout
 from tiny_models import assert_same_step, batch_for, tiny_model, train_step
 
 BLOCKS = "bert.encoder.layer.*"
