@@ -141,7 +141,6 @@ def set_random_seed(
     torch.manual_seed(used)
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    tracker.always = always_enable_tp_seed
     if tp_rank is not None:
         tracker.add(TENSOR_PARALLEL, own)
     _SEEDS.append(used)

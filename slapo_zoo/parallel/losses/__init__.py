@@ -1,4 +1,5 @@
-"""The loss of a sharded batch: means over micro-batches and dp ranks, and the labels that each head takes.
+"""Losses of a batch that is split into micro-batches and over dp ranks: their means over the whole batch, and a table
+of the forward arguments that are labels (`labels`, `start_positions`, ...) for each model head.
 
 It imports `parallel` and `errors`.
 """

@@ -1,4 +1,4 @@
-"""Loss means that stay exact when a batch is split into micro-batches and over dp ranks."""
+"""Mean losses that divide by the targets of the whole batch, which is split into micro-batches and over dp ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ _SHARE = "_is_share"  # attribute of a tensor in a loss_function: True if it is 
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return the number of targets of each term of a model's loss, as tensors on the device of the labels.
+    """Return for each term of a model's loss the number of targets that its mean divides by, on the labels' device.
 
     Args:
         class_name: name of the model class; a class that predicts the next token ignores the first label.
@@ -75,13 +75,13 @@ def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Mode in which, within `over`, each mean loss divides by the number of its targets in the whole batch.
+    """Mode whose context `over` makes a mean loss of a micro-batch divide by the number of targets in the whole batch.
 
     rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
               with weights w of the classes   -->  ... / sum of w[y] over the whole batch
 
     The k-th call of a mean loss in a forward is term k. The user's own `loss_function` must return a sum of
-    means times constants; any other loss is refused.
+    means times constants; any other loss raises MeshError.
 
     Args:
         counts: number of targets of each term in the whole batch, over all micro-batches and dp ranks.
@@ -114,7 +114,7 @@ class GlobalMeans(TorchFunctionMode):
                 model._loss_function = own
         if not self.found:
             raise _refusal(
-                "the loss is not computed by one of the means that can be split over rows", MEANS
+                "the forward called none of the mean losses that can be split over rows", MEANS
             )
 
     def _run_own(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,8 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             self.in_own = False
         if not getattr(loss, _SHARE, False):
-            raise _refusal("loss_function returns something else than a sum of mean losses", OF_OWN)
+            problem = "its loss_function returns something else than a sum of such mean losses times constants"
+            raise _refusal(problem, OF_OWN)
         return loss
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,14 +156,13 @@ class GlobalMeans(TorchFunctionMode):
         """
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
-            problem = (
-                f"the forward computes more mean losses than it has labels ({len(self.counts)})"
-            )
+            problem = f"the forward computes more mean losses than the {len(self.counts)} whose targets were counted (one per label argument of the batch, or those in targets=)"
             raise _refusal(problem)
         weight = None if func in BCE else options.get("weight")
         by_class = func in BY_CLASS and not y.is_floating_point()
         if weight is not None and (self.targets is None or not by_class):
-            raise _refusal("the loss divides by weights, not by a number of targets")
+            problem = f"{func.__name__} divides by weights (its argument weight=), not by a number of targets"
+            raise _refusal(problem)
         if self.targets is None or not (self.in_own or weight is not None):
             return self.counts[k]
         if by_class:
@@ -211,7 +211,10 @@ class GlobalMeans(TorchFunctionMode):
             self.totals[self.found] = weights if alike else None, sum(row[0] for row in rows)
         before, total = self.totals[self.found]
         if weights is not None and (before is None or not torch.equal(before, weights)):
-            raise _refusal("micro-batches or dp ranks have different class weights")
+            problem = (
+                "micro-batches or dp ranks have different class weights (weight= or pos_weight=)"
+            )
+            raise _refusal(problem)
         return total
 
 

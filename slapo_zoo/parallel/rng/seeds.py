@@ -29,13 +29,9 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
 @dataclass
 class RngTracker:
-    """Collection of named states of torch's generators (CPU and CUDA), from which torch draws within `fork`.
-
-    `always` keeps the argument `always_enable_tp_seed` of set_random_seed.
-    """
+    """Collection of named states of torch's generators (CPU and CUDA), from which torch draws within `fork`."""
 
     states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
-    always: bool = False
 
     def reset(self) -> None:
         """Forget all named states."""
@@ -56,7 +52,7 @@ class RngTracker:
         """Context in which torch draws from the state `name`, continued from the end of the last `fork` of this name."""
         if name not in self.states:
             problem = f"found no generator state of this name, only {sorted(self.states)}"
-            hint = "call set_random_seed(..., tp_rank=...) first"
+            hint = "call set_random_seed(..., tp_rank=...) first, or add(name, seed) for a name of your own"
             raise ScheduleError("rng tracker", f"fork({name!r})", problem, hint)
         with torch.random.fork_rng():
             cpu, cuda = self.states[name]
