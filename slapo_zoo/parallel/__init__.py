@@ -1,4 +1,4 @@
-"""Foundations of every rank: mesh, sharding of each tensor, collectives.
+"""Modules that all kinds of parallelism use: mesh of ranks, sharding of each tensor, collectives, losses, launch.
 
-Of slapo_zoo it imports `errors` only.
+Of slapo_zoo the package imports `errors` only.
 """

@@ -39,8 +39,8 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective, in a dry run to the group's `note` function, else to OBSERVERS.
-    Return whether this is a dry run, in which nothing is sent.
+    """Report a collective, and return whether this is a dry run, in which nothing is sent. A dry run reports it to the
+    group's `note` function, a real run to the functions in OBSERVERS, by which `verify` compares ranks.
 
     Args:
         group: process group, or its replacement in a dry run.

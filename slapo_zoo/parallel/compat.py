@@ -95,7 +95,7 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            problem = f"this torch reads {name!r} of its process groups: install torch 2.10 to 2.13"
+            problem = f"torch reads the attribute {name!r} of its process groups, which ranks as threads lack: install torch 2.10 to 2.13, or run one process per rank"
             raise AttributeError(problem) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

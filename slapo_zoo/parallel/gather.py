@@ -16,10 +16,10 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's shard} of the tensors in `specs` that its pipeline stage owns, or with `grads` of their
-    gradients.
+    """Return {name: this rank's tp shard of the tensor, or with `grads` of its gradient}, for the tensors that this
+    rank's pipeline stage owns and `specs` lists (name, unsharded shape and sharding of each).
 
-    The shards are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis 0 (ZeRO), and
+    The shards are gathered over dp. With `rows` they are not: under ZeRO each is this dp rank's slice of axis 0, and
     `local_tensors.rows_of` returns which slice.
     """
     engine = model._slapo.data_parallel

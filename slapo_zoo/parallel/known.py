@@ -21,7 +21,7 @@ class Known:
     Args:
         padded: True if an attention mask of the batch hides a token.
         targets: number of labels that are not -100.
-        real: number of tokens that are not padding, for each row; None if padding may not be left out.
+        real: number of tokens that are not padding, for each row; None if layers may not skip padding.
         packed: True if a row holds more than one sequence, by its position ids.
     """
 

@@ -68,8 +68,8 @@ class RowsOfRank:
 def rows_of(tensor: Any) -> Rows | None:
     """Return which rows (slice of axis 0) this dp rank holds of a tensor; None where the tensor is not sharded over dp.
 
-    This record is an attribute of the tensor, which may be a parameter or an optimizer state. The rank's plan has the
-    unsharded shape, and the ranks that hold the other rows.
+    This record is an attribute of the tensor, which may be a parameter or an optimizer state. It does not hold the
+    unsharded shape, nor which ranks hold the other rows: the table RankPlan does.
     """
     return getattr(tensor, "dp_rows", None)
 
@@ -117,7 +117,7 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
-    """Return this rank's shard of the unsharded tensor `full`, or `full` if `spec` has no placement."""
+    """Return this rank's shard of the unsharded tensor `full`; `full` itself if `spec` is None or shards no axis."""
     cut = spec and spec.placement
     return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 

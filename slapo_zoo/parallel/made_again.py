@@ -14,8 +14,8 @@ from slapo_zoo.parallel.compat import hooks_around
 
 @dataclass(eq=False)
 class Maker:
-    """Source of one tensor that autograd does not save: a backward recomputes it at the first of its handles, and drops it
-    after the last. `handles` counts the handles, `left` those that the running backward has not read yet.
+    """Source of one tensor, in place of which autograd saves handles: a backward recomputes the tensor when it reads
+    the first handle, and drops it after the last. `handles` counts all of them, `left` those not read yet.
 
     Args:
         make: function that recomputes the tensor, without gradient.
@@ -38,7 +38,10 @@ class Maker:
 
 
 class Again(NamedTuple):
-    """Handle that autograd saves instead of a view of a tensor; `layout` is the view's (size, stride, storage offset)."""
+    """Handle that autograd saves in place of a view of the tensor that `maker` recomputes.
+
+    `layout` is the view's (size, stride, storage offset).
+    """
 
     maker: Maker
     layout: tuple[Any, Any, int]
@@ -72,8 +75,8 @@ def made_again(
     Within torch's checkpoint this has no effect, since checkpoint saves none of these tensors.
 
     Args:
-        makers: (tensor, function that recomputes it in the same layout), for each tensor. Where such functions
-            communicate, the order of a backward, equal on all ranks, is the order of their collectives.
+        makers: (tensor, function that recomputes it in the same layout), for each tensor. Functions that
+            communicate are called in the order of the backward, which is the same on all ranks.
     """
     around = hooks_around()
     if around and around[0].__module__ == "torch.utils.checkpoint":

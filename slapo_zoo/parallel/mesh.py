@@ -25,8 +25,8 @@ class MeshDim(NamedTuple):
 
     Args:
         name: name of the field of `Mesh` that holds its size.
-        divides: what the ranks divide. With "rows" and "tokens" all ranks hold the same parameters, each
-            computes a part of the loss, and gradients are summed over them.
+        divides: "layers", "rows" (of the batch), "tokens" (of each row) or "parameters". With rows and tokens all
+            ranks hold the same parameters, each computes a part of the loss, and gradients are summed over them.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Mesh:
         return name in ALWAYS or getattr(self, name) > 1
 
     def named(self, mesh_dim: str) -> str:
-        """Return the mesh dims that a name stands for: "dp" for "batch" or "dp", "dp+cp" for "loss" if cp > 1."""
+        """Return the mesh dims that a name stands for: "dp" for "batch" or "dp", and "dp+cp" for "loss" if cp > 1."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
         names = [dim.name for dim in self.DIMS if dim.divides in divides]
@@ -197,7 +197,8 @@ class Mesh:
 
         if not dist.is_initialized():
             problem = f"{'*'.join(self.sizes)} = {self.world_size}, but there is no process group"
-            raise MeshError("mesh", self, problem, "start the processes with torchrun")
+            hint = "start that many processes with torchrun, or run the ranks as threads with slapo_zoo.emulate"
+            raise MeshError("mesh", self, problem, hint)
         mine, made = {}, {}
         names = [dim.name for dim in self.DIMS] + [self.named(role) for role in ROLES]
         for mesh_dim in dict.fromkeys(names):

@@ -188,7 +188,7 @@ class HeldBy(Placement):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the model as it is without a schedule, and how the mesh shards it.
+    """One tensor of the unsharded `transformers` model, and how the mesh shards it.
 
     Args:
         name: name in the state dict of the `transformers` model.

@@ -1,4 +1,4 @@
-"""Plan of a rank: which ranks hold each tensor, over which its gradient is summed, and which writes it.
+"""Plan of a rank: for each tensor, which ranks hold it, which sum its gradient, and which of them writes it to files.
 
 A plan is plain data: it needs no process, no weights and no device. Its rows, one per tensor, are the same
 on all ranks; `RankPlan.mesh` says to which rank the plan belongs.
@@ -115,7 +115,7 @@ class RankPlan:
         tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
         units: paths of the modules that this rank's pipeline stages run.
         cuts: paths of the modules after which a stage ends.
-        sites: path of a module of this rank that draws random numbers --> the directive (line of the schedule) that seeds it.
+        sites: path of a module of this rank that draws random numbers --> text of the directive that has it seeded.
     """
 
     mesh: Mesh

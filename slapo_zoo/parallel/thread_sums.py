@@ -86,7 +86,7 @@ class Meeting:
             text = "Connection closed by peer"
             if time.monotonic() - begin >= self.timeout_s:
                 text = f"Timed out waiting {1e3 * self.timeout_s:.0f}ms"
-            raise RuntimeError(f"{text}: a thread of this process") from None
+            raise RuntimeError(f"{text}, a rank that runs as a thread of this process") from None
 
 
 def _chunk(flat: Tensor, size: int) -> int:
@@ -99,7 +99,8 @@ def _chunk(flat: Tensor, size: int) -> int:
 def all_reduce(x: Tensor, op: Any, group: Any) -> None:
     """All-reduce x in place, as `dist.all_reduce` does; sums of ranks that are threads of this process take no socket.
 
-    While a dispatch mode records operations, gloo runs: a record then has the same rows on all meshes.
+    Under a dispatch mode (such as a count of memory) gloo sums instead, so that the mode sees the same operators as in
+    separate processes.
     """
     meetings = None if torch.compiler.is_compiling() else getattr(_OF_THREAD, "meetings", None)
     fits = op == dist.ReduceOp.SUM and x.dtype in DTYPES and x.is_contiguous()

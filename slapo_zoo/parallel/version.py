@@ -1,3 +1,3 @@
-"""Version of the package, which is written into measurements and cards."""
+"""Version of the package, which is written into measurements and into cards (published schedules)."""
 
 VERSION = "0.1.0"

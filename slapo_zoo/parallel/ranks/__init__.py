@@ -1,4 +1,5 @@
-"""Processes of a job: launch, join, agree, wait for one another, end together; or all as threads.
+"""Ranks as processes or threads: start them, connect them, let a step fail on all of them if it fails on one, wait for
+late ranks, and end all when one fails or a signal arrives.
 
-It imports `parallel.rng` and packages of lower floors (see CONTRIBUTING.md).
+The package imports `parallel.rng`, `parallel` and `errors`.
 """

@@ -72,8 +72,8 @@ def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
     size = dist.get_world_size() if dist.is_initialized() else 0
     if size != mesh.world_size:
         found, count = f"{size} processes" if size else "no process group", mesh.world_size
-        problem = f"found {found}, expected tp*pp*dp = {count} processes"
-        hint = f"start {count} processes, e.g. by torchrun --nproc-per-node, or change tp, pp or dp"
+        problem = f"found {found}, expected {'*'.join(mesh.sizes)} = {count} processes"
+        hint = f"start {count} processes, e.g. by torchrun --nproc-per-node, or pass other sizes of the mesh"
         raise MeshError(what, mesh, problem, hint)
     try:
         return gather_objects(what, report)

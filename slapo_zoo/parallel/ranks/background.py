@@ -1,6 +1,6 @@
-"""Saves in a background thread, one at a time, while training continues.
+"""Saving of checkpoints in a background thread, one save at a time, while training continues.
 
-Their collectives use a separate process group, since those of the training must keep their order.
+The collectives of a save use a separate process group, since those of the training must keep their order.
 """
 
 import threading
@@ -66,7 +66,7 @@ def start(write: Callable[[], None]) -> Saving:
 
 
 def join() -> None:
-    """Wait for the running save, if there is one; raise its error unless the user has read the error from `Saving`."""
+    """Wait for the running save, if there is one; raise its error unless the user has already got it from `Saving`."""
     saving, _Pending.saving = _Pending.saving, None
     if saving is None:
         return

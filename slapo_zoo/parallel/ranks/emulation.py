@@ -59,7 +59,9 @@ class HostedRanks:
     def __enter__(self) -> "HostedRanks":
         if _STAYS.is_set():
             problem = "this process already runs the ranks of a model that was loaded with exact="
-            raise MeshError("ranks as threads", "", problem, "call close() of that model first")
+            raise MeshError(
+                "ranks as threads", "emulate or exact=", problem, "call close() of that model first"
+            )
         self._within.enter_context(_ONE_WORLD)
         if self._stays:
             _STAYS.set()
@@ -156,9 +158,9 @@ def emulate(
 ) -> list[Any]:
     """Run `function(*args, **kwargs)` on every rank of a mesh, each a thread of this process.
 
-    Within, `AutoScheduledModel.from_pretrained(..., tp=tp, pp=pp)` works as under torchrun, e.g.
-    `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. Draws from torch's global generator (dropout
-    to which the schedule gives no random stream) come in an order that differs from run to run.
+    In `function`, `AutoScheduledModel.from_pretrained(..., tp=tp, pp=pp)` works as under torchrun, e.g.
+    `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. The ranks share torch's global generator, so draws from it
+    (by dropout that slapo_zoo does not seed) differ from run to run.
 
     Args:
         function: runs on every rank; `torch.distributed.get_rank()` returns its rank.
@@ -176,7 +178,8 @@ def emulate(
     """
     if dist.is_initialized():
         problem = "this process has a process group already"
-        raise MeshError("emulate", "", problem, "start Python without torchrun or srun to emulate")
+        hint = "start Python without torchrun or srun to emulate, and outside of another emulate"
+        raise MeshError("emulate", f"mesh={mesh}", problem, hint)
     size = Mesh(*mesh).world_size
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 

@@ -146,7 +146,7 @@ def _stop_all() -> None:
 
 
 def _key(kind: str, rank: int) -> str:
-    """Return the key in the store of `rank` and one `kind` of message, such as "beat"."""
+    """Return the key under which the store keeps the messages of one `kind`, such as "beat", from `rank`."""
     return f"slapo_zoo/{kind}/{rank}"
 
 

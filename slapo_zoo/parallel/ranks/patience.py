@@ -1,4 +1,5 @@
-"""Waiting for steps in which one rank works alone, such as a download, a slow disk, or the check of a card.
+"""Waiting for steps in which one rank works alone, such as a download, a read from a slow disk, or the check of
+a published schedule.
 
 Such steps communicate over a process group with a long timeout. A waiting rank logs for which ranks it
 waits, raises a published error at once, and names a rank that has stopped.
@@ -190,7 +191,8 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
     who = heartbeat.names_of(late) if late else "another rank"
     problem = f"timed out after {seconds:.0f} s waiting for {who} at {what}"
     problem += f" ({lines})" if lines else ""
-    return RankError(f"rank {dist.get_rank()}", what, problem, "see the output of that rank")
+    hint = f"see the output of {'that rank' if late else 'the other ranks'}"
+    return RankError(f"rank {dist.get_rank()}", what, problem, hint)
 
 
 def _say(what: str, late: list[int], seconds: float) -> None:

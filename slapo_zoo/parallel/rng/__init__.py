@@ -1,4 +1,5 @@
-"""Random numbers that are the same for every sharding: the random stream, its seeds on a device, generators.
+"""Random numbers that do not depend on the sharding: dropout masks seeded by module, step and batch row, their seeds on
+a device, and named states of torch's generators.
 
-It imports `parallel` and `errors`.
+The package imports `parallel` and `errors`.
 """

@@ -207,7 +207,7 @@ class RandomStream(StreamPosition):
         """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
 
         Under context parallelism x has this rank's queries only or, with the variant "ulysses", its heads; `heads` are the
-        global indices of the heads of all cp ranks. `site` is the path of the attention.
+        global indices of all heads of this tp rank, of which a cp rank may hold a part. `site` is the attention's path.
         """
         if self.cut is None or self.cut.by_heads:
             return self.keep_mask(x, p, site, self.cut.heads(heads) if self.cut else heads)
@@ -228,7 +228,7 @@ class RandomStream(StreamPosition):
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
         Under context parallelism x has this rank's queries only or, with the variant "ulysses", its heads; `heads` are the
-        global indices of the heads of all cp ranks. `site` is the path of the attention.
+        global indices of all heads of this tp rank, of which a cp rank may hold a part. `site` is the attention's path.
         """
         if self.cut is None or self.cut.by_heads:
             return self.seeds(x, site, self.cut.heads(heads) if self.cut else heads)
@@ -270,10 +270,9 @@ class RandomStream(StreamPosition):
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
     step, first_row, num_rows = at.tolist()  # a CPU tensor, so no wait for the device
     if num_rows == NOWHERE:
-        problem = "code compiled outside a call of the model would repeat its dropout masks"
-        raise SlapoError(
-            "dropout", "torch.compile", problem, "call the module uncompiled, or through the model"
-        )
+        problem = "a compiled module that is called alone, not by the model, would repeat its dropout masks"
+        hint = "call the module through the model's forward, or uncompiled"
+        raise SlapoError("dropout", "torch.compile", problem, hint)
     GRAPHS[0] += 1
     place = (first_row, num_rows) if rows else (0, 0)
     stream = RandomStream(seed, step, *place, device_seeds=_SEEDS.held, is_open=True)
@@ -282,10 +281,10 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return a module path in the form that custom operators take: (hash of the path's beginning as a tensor, or
-    None; the rest of the path as text). Only a SiteName, a path kept with its hash, has the first; a str is all text.
+    """Return the path of a module as custom operators take it: (None, text of the path) or, for a SiteName, which holds
+    the hash of the path's beginning, (that hash as a tensor, text of the rest).
 
-    Blocks of a model, whose hashes are tensors, share one compiled graph.
+    Blocks whose paths differ only in such a tensor share one compiled graph.
     """
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
