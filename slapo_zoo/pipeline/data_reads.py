@@ -1,7 +1,7 @@
-"""Values that a forward reads from the data of its inputs in a dry run, which holds for all batches with the same values.
+"""Values that a forward's Python code reads from the data of its inputs (a length), noted in a dry run on fake tensors.
 
-For each value that is read, the operators that compute the value from the inputs are kept, so that another batch is
-checked by those few operators and not by a dry run of its own.
+The dry run holds for every batch with the same values. The operators that compute these values from the inputs are
+kept, so that another batch is checked by those few operators and not by a dry run of its own.
 """
 
 from collections.abc import Mapping

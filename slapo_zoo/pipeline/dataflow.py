@@ -1,4 +1,4 @@
-"""Dataflow between the units of a model (block, embedding, norm, head), derived from the tape of a forward.
+"""Dataflow between the units of a model (block, embedding, norm, head), from the recorded operators of a forward.
 
 For every call of a unit the dataflow gives the output, and the outputs of earlier calls from which its arguments were
 computed. The values that must be sent from one pipeline stage to the next follow from this.
@@ -55,7 +55,7 @@ class Call:
         spec: pytree structure of its output.
         leaves: leaves of its output, with a Shape for each tensor.
         needs: outputs of earlier calls from which the arguments were computed.
-        guessed: the unit branches on data, so its output is assumed to be like its input.
+        guessed: True if the unit branches on data, so that its output is assumed to have the shapes of its input.
     """
 
     unit: str
@@ -76,10 +76,9 @@ class Call:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
         wanted = [x.shape if isinstance(x, Shape) else None for x in self.leaves]
         if spec != self.spec or shapes != wanted:
-            problem = (
-                f"the output has the shapes {shapes}, expected {wanted}: the shapes depend on data"
-            )
-            raise ScheduleError(self.unit, "pipeline", problem, "use pp=1")
+            problem = f"the output has the shapes {shapes}, expected {wanted} as in the dry run: the shapes depend on data"
+            hint = "use pp=1: pipeline stages must know the shapes before a step"
+            raise ScheduleError(self.unit, "pipeline", problem, hint)
 
     def with_written(self, leaf: int) -> "Call":
         """Return this call with leaf `leaf` of its output marked as written in place."""

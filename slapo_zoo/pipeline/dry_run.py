@@ -1,11 +1,11 @@
-"""Dry run of a forward on fake tensors, also for a forward that branches on the data of its inputs.
+"""Dry run of a forward on fake tensors, which finds the tensors that pass between its blocks, embeddings and heads.
 
-In that case, values that follow from the inputs alone (lengths, masks) are computed on real data beside the
-fake tensors, and the result holds for every batch in which the values that the forward read are the same. Inside a
-unit (block, embedding, head), a module that branches on other data (experts) is assumed to return a tensor like its
-input; stages check that assumption against real outputs.
+If the forward branches on the data of its inputs, values that follow from the inputs alone (lengths, masks) are
+computed on real data beside the fake tensors, and the result holds for every batch in which the values that the forward
+read are the same. Inside a unit (block, embedding, head), a module that branches on other data (experts) is assumed to
+return a tensor like its input; stages check that assumption against real outputs.
 
-Ranks that are threads, and later models with the same class, config, mesh sizes and directives, share a dry run.
+Ranks that are threads, and later models with the same class, config, mesh sizes and recorded changes, share a dry run.
 """
 
 import json
@@ -79,12 +79,12 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 class DataTape(Tape):
-    """Tape of a forward on fake tensors whose branches depend on data.
+    """Recorder of the operators of a forward on fake tensors whose branches depend on data.
 
     Tensors that are computed from the inputs alone also have real data; those computed from parameters have none.
 
     Args:
-        model: model with fake parameters; the forwards of its units are replaced until the tape is closed.
+        model: model with fake parameters; the forwards of its units are replaced until the recorder is closed.
         units: paths of the modules whose calls are recorded.
     """
 
@@ -137,7 +137,7 @@ class DataTape(Tape):
             return func(*args, **kwargs)
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the indices of an indexing operator, with integer tensors of the true length for boolean masks."""
+        """Return the indices of an indexing operator, with fake integer indices of the true length for boolean masks."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -211,13 +211,14 @@ def shared_calls(
 def program_of(
     schedule: Schedule, cls: Any, units: Sequence[str], leave_out: Collection[str]
 ) -> Any:
-    """Return a cache key for dry runs: class, config, mesh sizes, directives; None if a directive holds a live object.
+    """Return a cache key for dry runs: class, config, mesh sizes, and the changes (directives) recorded in `schedule`;
+    None if a change holds an object that JSON cannot hold, such as a function.
 
     Args:
-        schedule: schedule of any rank.
+        schedule: the model and the changes to its modules, on any rank.
         cls: class of the model.
         units: paths of the modules whose calls are recorded.
-        leave_out: names of primitives that are not replayed in the dry run.
+        leave_out: names of the kinds of change that a dry run leaves out.
     """
     steps = [step for step in schedule.history if step[1].name not in leave_out]
     if any(directive.local() for _, directive in steps):

@@ -66,7 +66,9 @@ class StageMap:
 
     @staticmethod
     def make(name: str, pp: int, stages_per_rank: int | None) -> "StageMap":
-        """Construct the stage map of the order with that name; a wrong `stages_per_rank` raises MeshError."""
+        """Construct the stage map of the order `name` on `pp` ranks; `stages_per_rank` None takes the order's default,
+        and a number that the order does not allow raises MeshError.
+        """
         order = find_order(str(name).lower())  # torch spells it "1F1B"
         if pp == 1:
             return StageMap(order, 1, 1)
@@ -100,14 +102,15 @@ class StageMap:
             return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
-            hint = "pass more micro-batches, or more rows"
+            hint = f"pass a batch whose rows split into {need} or more micro-batches"
             raise MeshError("pipeline", "micro_batches", problem, hint)
         rounds = max(1, count // self.pp)
         if self.order.many and self.order.name != "LoopedBFS" and count % rounds:
             problem = (
                 f"found {count} micro-batches, {self.order.name} needs a multiple of {self.pp}"
             )
-            raise MeshError("pipeline", "micro_batches", problem, f"pass {self.pp * rounds}")
+            hint = f"pass micro_batches={self.pp * rounds}"
+            raise MeshError("pipeline", "micro_batches", problem, hint)
 
     def admits(self, count: int) -> bool:
         """Return whether the pipeline order can run with `count` micro-batches."""

@@ -37,7 +37,7 @@ class Pipeline:
     """Stages of one model on this rank, and for each shape of a batch the plan of what each stage runs and sends.
 
     Args:
-        schedule: schedule of the whole model.
+        schedule: the model, its mesh and the recorded changes to its modules.
         cls: class of the model.
         units: paths of the modules that are never split between stages.
         cursor: position of the running forward in this rank's stages.
@@ -65,7 +65,9 @@ class Pipeline:
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """Return {stage of this rank: its StagePlan} for `batch`; new shapes, or new data that are read, need a dry run."""
+        """Return {stage of this rank: its StagePlan} for `batch`. A dry run makes them for new shapes, and for new
+        values if the forward branches on the batch's data.
+        """
         divided, cut = self.schedule.state.forward.tokens_divided, cut_now()
         shapes = sorted((k, _signature(v)) for k, v in batch.items())
         key = divided, cut is None, self._dtype(), *shapes
@@ -116,7 +118,7 @@ class Pipeline:
         return Sends(self._arrivals[micro_batches])
 
     def whole(self) -> Schedule:
-        """Return the schedule applied to the complete model (all stages), made of fake tensors."""
+        """Return a Schedule whose model is complete (all stages), made of fake tensors and changed like this model."""
         return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
 
     def holds(self, path: str) -> bool:
@@ -130,7 +132,7 @@ class Pipeline:
         return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
-        """Return (FakeTensorMode, schedule) of the fake model for dry runs; both are remade when the dtype changes."""
+        """Return (FakeTensorMode, Schedule that holds the fake model for dry runs), remade when the dtype changes."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
             self._fake = dtype, fake_schedule(self.schedule, self.cls)
@@ -140,12 +142,12 @@ class Pipeline:
 def fake_schedule(
     schedule: Schedule, cls: Any, leave_out: Collection[str] = CHANGE_NO_SHAPE, stream: Any = None
 ) -> tuple[Any, Schedule]:
-    """Return a FakeTensorMode, and the schedule replayed on the whole model made of fake tensors in that mode.
+    """Return (FakeTensorMode, a Schedule whose model is complete, made of fake tensors, and changed as in `schedule`).
 
     Args:
-        schedule: schedule of any rank.
+        schedule: the model, its mesh and the recorded changes to its modules, on any rank.
         cls: class of the model.
-        leave_out: names of primitives that are not replayed, because they change no shape.
+        leave_out: names of the kinds of change that are left out, because they change no shape.
         stream: random stream for the fake model; None makes a new one.
     """
     model, mesh = schedule.model, schedule.mesh

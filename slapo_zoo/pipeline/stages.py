@@ -256,7 +256,8 @@ class Foreign(nn.Module):
                 return own[name]
         original = self.__dict__.get("_original")
         if original is None:
-            raise AttributeError(f"found no {name!r}: this placeholder replaces no module yet")
+            problem = f"found no {name!r} in a placeholder of another stage's module that is not complete yet: read it after the model is loaded or copied"
+            raise AttributeError(problem)
         return _readable(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -352,8 +353,8 @@ def keep_stages(
 def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
     """Wrap calls of a unit (block, embedding, head) of this stage; `cursor` stores outputs that later stages need.
 
-    The call is wrapped, not the forward: outputs are stored after the schedule's hooks have run (an embedding
-    is all-reduced by then), and replaced units run no hooks.
+    The call is wrapped, not the forward: outputs are stored after the hooks of tensor parallelism have run (an
+    embedding is all-reduced by then), and replaced units run no hooks.
     """
     cls: Any = type(module)
     module.__dict__["_cursor"] = cursor  # replaced in a deep copy of the model

@@ -93,7 +93,7 @@ def row_length(config: Any, seq_len: int | None) -> int:
     longest = most_positions(config) or getattr(config, "max_target_positions", None)
     tokens = seq_len or min(usual_tokens(config), longest or MOST_TOKENS)
     if longest and tokens > longest:
-        problem = f"found {tokens}, the model has {longest} positions"
+        problem = f"found {tokens} tokens per row, but the model has {longest} positions"
         raise MeshError("plan", "--seq", problem, f"pass a --seq of at most {longest}")
     return tokens
 
@@ -170,8 +170,8 @@ def _costs_of(
 
 
 def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
-    """Replace the forward of a model's experts by a copy of its input, which the tape records with the cost of the
-    experts.
+    """Replace the forward of a model's experts by a copy of its input, which `tape`, the recorder of a forward's
+    operators, notes with the cost of the experts.
 
     The expert that a token goes to depends on data; the cost does not.
     """
