@@ -23,7 +23,7 @@ class Backend:
         run: (attention module, q, k, v, mask, **kwargs) --> ([B, S, H, d], None or attention weights).
         mask: name of the `transformers` mask function whose masks `run` takes.
         flag: attribute of a model class that is True if the class supports this back end; "" if there is none.
-        drops: True if calls with dropout run our own attention instead; False: a call with dropout is refused.
+        drops: True if `CoreAttention` computes calls with dropout instead of `run`; False: such calls are refused.
         problem: function: (device type, dtype) --> reason why the back end cannot run there, or "".
     """
 
@@ -81,7 +81,7 @@ def _xformers(
 def _aligned_bias(
     q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """Return mask (if None and `causal`, a causal mask) plus position bias as [B, H, S, T], rows aligned to 8 elements."""
+    """Return mask (if None and `causal`, a causal mask) + position bias, [B, H, S, T]; rows begin at multiples of 8."""
     (rows, heads, length, _), width = q.shape, k.shape[-2]
     bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
     if position_bias is not None:
@@ -135,7 +135,7 @@ def find_backend(name: str) -> Backend:
 
 
 def implementation(name: str) -> str:
-    """Return the value of `config._attn_implementation` that selects our attention with the back end `name`."""
+    """Return the value of `config._attn_implementation` that selects slapo_zoo's attention with the back end `name`."""
     return NAME if name == "sdpa" else f"{NAME}_{name}"
 
 

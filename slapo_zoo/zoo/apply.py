@@ -1,4 +1,4 @@
-"""Apply a model family's table to a model: shards, random streams, kernels, recomputation and pipeline cuts."""
+"""Apply a family's table of sharding rules to a model: shards, random streams, kernels, recomputation, pipeline cuts."""
 
 import dataclasses
 from typing import Any
@@ -91,8 +91,8 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config value with which the family's rules cannot shard the model, as `table.needs`
-    lists them; `tokens_divided` is True under sequence parallelism.
+    """Raise ArchitectureError for a config value with which the family's rules cannot shard the model; `table.needs`
+    lists the values that they need. `tokens_divided` is True under sequence parallelism.
     """
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}

@@ -24,7 +24,7 @@ class Precision:
     Args:
         parameters: dtype of parameters, gradients and checkpoints.
         compute: dtype of forward and backward.
-        scales: whether the loss is scaled, so that small gradients do not underflow.
+        scales: True if the loss is scaled, so that small gradients do not underflow.
     """
 
     parameters: torch.dtype

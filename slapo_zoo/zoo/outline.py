@@ -1,4 +1,4 @@
-"""Outline of a scheduled model: a copy on the meta device, from which its tensors and stages are known."""
+"""Outline of a scheduled model: a copy on the meta device, which tells shapes, sharding and pipeline stages."""
 
 import copy
 from collections.abc import Mapping

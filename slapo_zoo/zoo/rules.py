@@ -1,4 +1,4 @@
-"""Sharding rules for tables of model families: each function returns the directives for one kind of module."""
+"""Sharding rules for tables of model families: each function returns the changes (directives) of one kind of module."""
 
 from dataclasses import dataclass
 from typing import Any

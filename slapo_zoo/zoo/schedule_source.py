@@ -82,8 +82,8 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
     Args:
         config: config of the model.
-        schedule: value of the loader's `schedule=`: a Table is returned as it is, and a CardProgram's own table; with
-            any other value the family's table is returned.
+        schedule: value of the loader's `schedule=`: a Table is returned as it is, a CardProgram's `table` for a
+            CardProgram, and the family's table for any other value.
 
     Raises:
         ArchitectureError: the family has no table.

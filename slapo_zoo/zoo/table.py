@@ -1,6 +1,6 @@
 """Tables of sharding rules: rows of (pattern of module paths, rule), looked up by the `model_type` of a config.
 
-A rule is a tuple of directives, in which `Dim("head_dim")` stands for a number of the config.
+A rule is a tuple of directives (changes of a module), in which `Dim("head_dim")` stands for a number of the config.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ class ConfigNumbers(Mapping[str, int]):
 
 
 def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
-    """Return a copy of a directive in which each `Dim` (name of a number) is replaced by its value in `dims`."""
+    """Return a copy of a directive (change of a module) with the value in `dims` for each `Dim`, a number's name."""
 
     def value(v: Any) -> Any:
         if isinstance(v, tuple):
@@ -227,7 +227,7 @@ def families() -> list[str]:
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """Return a family's table of sharding rules. If there is none, ArchitectureError lists all; `more` ends its hint."""
+    """Return a family's table of sharding rules; if none, ArchitectureError lists all families. `more` ends the hint."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

@@ -121,7 +121,7 @@ def tiny(config: Any, sizes: Sizes = Sizes()) -> Any:
 
     Args:
         config: a config of `transformers`; configs nested in it are shrunk too.
-        sizes: upper bounds; widths that it does not name keep their ratio to the hidden size.
+        sizes: upper bounds; widths that `sizes` does not name keep their ratio to the hidden size.
     """
     small = copy.deepcopy(config)
     _shrink(small, sizes)

@@ -65,7 +65,7 @@ def shape_name(config: Any) -> str:
 
 
 def tuned_knobs(config: Any, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """Return the tuned values of `attention` and `kernels` for a model; empty if this very model was not tuned.
+    """Return {argument: tuned value} for `attention` and `kernels` of a model; {} if this very model was not tuned.
 
     If the model was tuned for several row lengths, the result of the longest is returned.
 

@@ -1,1 +1,1 @@
-"""Models that `transformers` lacks, written as its classes; `hf.models.register_models` registers them."""
+"""Models that `transformers` lacks, as subclasses of its PreTrainedModel; `hf.models.register_models` registers them."""

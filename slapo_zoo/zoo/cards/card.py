@@ -29,7 +29,7 @@ class Card:
         base_model: Hub id of the checkpoint; the model family if the card is for no single checkpoint.
         verify: verdict and figures of the comparison with the plain model, or {"verdict": "unmeasured"}.
         bench: name of a measure, e.g. "tokens_per_s" --> measured value, or "unmeasured".
-        tuning: device name --> results of `slapo-zoo tune`; "simulated" --> layouts that were simulated as fastest.
+        tuning: device name --> results of `slapo-zoo tune`; "simulated" --> mesh sizes and options simulated as fastest.
         software: package name --> version that the card was made with.
         repo_id: Hub reference, org/name@sha, that the README page tells users to load.
     """

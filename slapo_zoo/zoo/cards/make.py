@@ -41,7 +41,7 @@ def zoo_card(
 
 
 def structure_of(config: Any, cls: type) -> str:
-    """Return a hash of the module tree and tensor shapes of the unscheduled model of a config."""
+    """Return a hash of module tree and tensor shapes of the model that `cls` makes of `config`, before any change."""
     seam = table_for(config.model_type).seam
     return structure_hash(hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, seam))
 
@@ -83,7 +83,7 @@ def module_program(schedule: Schedule) -> Program:
     The card fits modules with the same submodule paths and tensor shapes as `schedule.model`.
 
     Raises:
-        CardError: a directive holds a live Python object, or is of a kind (primitive) that cards may not use.
+        CardError: a change (directive) holds a live Python object, or is of a kind that cards may not use.
     """
     cls, steps = type(schedule.model).__name__, _steps(schedule, set())
     program = Program(MODULE, cls, schedule.structure, {}, (_stages(schedule),), steps)

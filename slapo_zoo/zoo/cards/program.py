@@ -64,7 +64,7 @@ class Program:
         }
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of schedule.json, one directive per line."""
+        """Return the bytes of schedule.json, with one line per directive (change of modules)."""
         head = {key: value for key, value in self.document().items() if key != "steps"}
         lines = ",\n".join("  " + json.dumps(step) for step in self.document()["steps"])
         return (json.dumps(head, indent=1)[:-2] + f',\n "steps": [\n{lines}\n ]\n}}\n').encode()
@@ -160,7 +160,7 @@ class Program:
 
 
 def _mapped(arguments: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the arguments of a directive with each formula, {"=": text}, replaced by `value_of(text)`."""
+    """Return the arguments of a directive (change of modules), each formula {"=": text} replaced by `value_of(text)`."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Resolution of the loader's `schedule=` argument: a card folder, a .json file or a Hub reference."""
+"""Reading of the schedule that the loader's `schedule=` names: a card folder, a .json file or a Hub reference."""
 
 import importlib.util
 import warnings

@@ -53,12 +53,12 @@ def plan_of(config: Any) -> dict[str, str]:
 
 
 def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
-    """Return a table of sharding rules made from the tp plan of transformers; its outputs were not compared yet.
+    """Return a table of sharding rules made from the tp plan of transformers; no model was run with these rules yet.
 
     Args:
         config: config of the model.
         model: the model on the meta device.
-        seen: observation of a tiny model of the same family.
+        seen: record of a forward of a tiny model of the same family.
 
     Raises:
         ArchitectureError: no rule corresponds to a style of the plan or to a module.
@@ -109,7 +109,7 @@ def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
 def _refuse_dropout(config: Any, seam: bool) -> None:
     """Raise ArchitectureError if the config has dropout, since a tp plan does not say which modules drop.
 
-    With `seam` dropout of attention is allowed: the attention goes through transformers' AttentionInterface.
+    If `seam` is True, dropout of attention is allowed: the attention goes through transformers' AttentionInterface.
     """
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):

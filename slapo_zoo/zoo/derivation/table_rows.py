@@ -118,12 +118,12 @@ def derive_table(
     config: Any, model: Any, seen: Observation, left_whole: Mapping[str, str] | None,
     chains: bool = True, only: Collection[str] | None = None, stack: str = "", tokens: bool = False,
 ) -> Table:  # fmt: skip
-    """Derive a table of sharding rules from the observation of one forward; its outputs were not compared yet.
+    """Return a table of sharding rules derived from one observed forward; no model was run with these rules yet.
 
     Args:
         config: config of the model.
         model: the model on the meta device.
-        seen: observation of a tiny model of the same family.
+        seen: record of a forward of a tiny model of the same family.
         left_whole: name of a group of modules that stays unsharded --> the reason; None leaves all unsharded.
         chains: True if the columns between the linears of a feed-forward may stay sharded.
         only: names of the groups of modules that may be sharded; None allows all.
@@ -267,7 +267,8 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule of the dropout at `path`, which drops sharded output columns of the linears `makers`.
+    """Return the rule by which the dropout at `path` drops, of sharded outputs of the linears `makers`, the same elements
+    as without tp.
 
     The dropout may drop other tensors too. If one of `makers` has the same parent module, the rule applies to calls
     after that linear; otherwise to calls whose input has `width` columns.
