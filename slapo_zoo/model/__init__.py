@@ -1,4 +1,4 @@
-"""Scheduled model: class, build and load, report of the memory that it takes, watch for NaN and loss spikes.
+"""Scheduled models (transformers models sharded over ranks): class, load, memory report, watch for NaN and loss spikes.
 
-This package imports `model.step`, `model.checkpoints` and lower layers.
+This package imports `model.step`, `model.checkpoints` and the packages that CONTRIBUTING.md lists below these two.
 """

@@ -1,4 +1,4 @@
-"""Checks at the load of a model with cp > 1: models and options that do not run with it raise errors."""
+"""Checks at the load of a model with cp > 1 (tokens sharded over ranks): what does not run with cp raises an error."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,8 +14,8 @@ from slapo_zoo.zoo.table import ZOO, Table, load_tables
 # argument --> (values that run with cp > 1, what to do with another)
 BESIDE: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention": ((None, "sdpa", "eager"), "use sdpa or eager"),
-    "kernels": (("auto", "reference"), 'leave it out: cp runs with "reference"'),
-    "checkpoint_policy": (("",), "leave it out: a recomputed block keeps nothing"),
+    "kernels": (("auto", "reference"), 'leave kernels= out: cp runs with "reference"'),
+    "checkpoint_policy": (("",), "leave checkpoint_policy= out: a recomputed block keeps nothing"),
     "activation_memory": ((None,), "use checkpoint_ratio="),
     "schedule": (("zoo", "auto", "table", "card"), 'use schedule="zoo", "auto" or a card'),
     "target": (("torch", None), 'use target="torch"'),
@@ -49,7 +49,7 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         problem = (
             'not supported together with cp_attention="ring", which computes the scores itself'
         )
-        hint = 'leave it out, or use cp_attention="gather"'
+        hint = 'leave attention= out, or use cp_attention="gather"'
         raise MeshError(where, 'attention="eager"', problem, hint)
     return options.but(kernels="reference")
 
@@ -80,7 +80,8 @@ def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
 def require_core_attention(sch: Schedule, table: Table) -> None:
     """Raise CardError if a schedule for cp > 1 lacks the directive `core_attention` at an attention of the model.
 
-    `table` has the modules that need the directive: without it attention sees the tokens of its own rank alone.
+    `table`, the sharding rules of the model family, lists the attention modules. Without the directive each would see
+    the tokens of its own rank alone.
     """
     seams = [
         p for p, rule in table.rows(sch.model) if any(d.name == "core_attention" for d in rule)

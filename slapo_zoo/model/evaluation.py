@@ -16,14 +16,14 @@ from slapo_zoo.parallel.ranks.emulation import on_each_rank
 
 @on_each_rank
 def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
-    """Return {"loss": mean, "accuracy": share of right predictions} over all labels (or text pairs) of held-out rows.
+    """Return {"loss": mean, "accuracy": share of right predictions} over the labels (or text pairs) of held-out rows.
 
     A collective call of all ranks. The result is the same on every mesh, and random states of training do not change.
     The model is in training mode afterwards.
 
     Args:
         model: a scheduled model.
-        batches: source of batches of the task; it also has the held-out rows.
+        batches: the held-out rows, and the task (causal language model, ...) that makes batches of them.
         most: maximum number of batches to evaluate; None evaluates all held-out rows.
     """
     mesh, device = model.mesh, next(iter(model.parameters())).device
@@ -46,7 +46,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
 @torch.no_grad()
 def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's rows of a batch; return a tensor [3]: sum of losses, number of labels, number of hits."""
+    """Evaluate this dp rank's rows of a batch; return tensor [3]: sum of losses, number of labels, right predictions."""
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])
@@ -60,7 +60,7 @@ def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _evaluate_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Evaluate this dp rank's pairs (anchor, positive) of texts; return a tensor [3].
 
-    Its numbers are the sum of losses, the number of pairs, and the number of anchors whose nearest positive is theirs.
+    Its numbers: sum of losses, number of pairs, number of anchors whose nearest text of all positives is their own.
     """
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2

@@ -119,7 +119,7 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Give the filled model its runtime state and the class of a scheduled model; return the model.
+        """Make the filled model a scheduled model, by its class and its state `_slapo` (schedule, plan); return the model.
 
         Args:
             ledger: record of the load (bytes, files, seconds).
@@ -259,8 +259,8 @@ def load_checkpoint(
         step: name of the running call ("from_pretrained"), for errors.
         options: options that the user passed to the load.
         source: the checkpoint.
-        prepare: (options, config, mesh, dtype) --> options to build with, e.g. with a card replaced by its
-            directives; None leaves the options unchanged.
+        prepare: (options, config, mesh, dtype) --> options to build with, e.g. with a card (published schedule)
+            replaced by its directives; None leaves the options unchanged.
     """
     with checked(step, options) as (mesh, options):
         folder = source.find()

@@ -92,5 +92,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the paths of the parents of modules: a `sync` on the input of a child covers siblings (query, key)."""
+    """Return the paths of the parents of modules whose input has a `sync`: siblings (query, key) read the same input."""
     return {path.rpartition(".")[0] for path in paths}

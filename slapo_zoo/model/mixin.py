@@ -49,7 +49,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule that was applied to the model."""
+        """Return the schedule of the model: mesh, and the directives (`shard`, `sync`, ...) that changed its modules."""
         return self._slapo.schedule
 
     @property
@@ -85,7 +85,10 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return the transformers class's attribute, which Trainer reads; SlapoError in plain Trainer, which adds DDP."""
+        """Return whether the forward takes loss arguments (num_items_in_batch), as Trainer asks.
+
+        On several ranks the plain Trainer, which would wrap the model in DDP, gets a SlapoError.
+        """
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "this trainer would wrap the model, which is sharded over ranks, in DDP"
             hint = "use slapo_zoo.ScheduledTrainer"
@@ -276,7 +279,9 @@ class Scheduled(Structure, Generates, Recomputes):
     def peft_config(self) -> Any:
         """Return {adapter name: its peft config}; AttributeError if the model has no adapter."""
         if not self._slapo.peft_config:
-            raise AttributeError("the model has no adapter, and so no attribute 'peft_config'")
+            raise AttributeError(
+                "the model has no adapter, so no peft_config: call model.add_adapter(config) first"
+            )
         return self._slapo.peft_config
 
     @peft_config.setter

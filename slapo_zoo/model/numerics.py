@@ -108,7 +108,7 @@ class NumericsWatch:
         return jumped
 
     def replicas(self) -> list[str]:
-        """Compare replicas of parameters over all ranks bit for bit; return a text for each pair that differs, and warn.
+        """Compare replicas of parameters over all ranks bit for bit; warn, and return a text for each that differs.
 
         A collective call of all ranks.
         """
@@ -141,7 +141,7 @@ def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
 def unlike_replicas(
     ranks: Sequence[Mapping[str, tuple[str, str]]],
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name of a parameter, rank, first) where `rank` has the shard of the lower rank `first` with other values.
+    """Yield (parameter name, rank, first): `rank` and the lowest rank `first` hold the same shard, but other values.
 
     `ranks` has the result of `digests` for each rank: {name: (hash of the bytes, text that tells which shard)}.
     """

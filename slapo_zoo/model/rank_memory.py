@@ -98,7 +98,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
-    """Run a training step on `batch` without the optimizer's; return {kind: bytes} of what it allocates, at its peak.
+    """Run forward and backward on `batch`; return {kind of tensor: bytes that these allocated}, at the peak of memory.
 
     Gradients, buffers, dropout's step count and the loss scale are restored afterwards.
     """

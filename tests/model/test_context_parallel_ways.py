@@ -140,7 +140,7 @@ REFUSED = [
     ("GPTNeoForCausalLM", {"cp_attention": "ulysses"}, "cp=2 does not divide the 5 heads", 'use cp_attention="gather", or cp among 1, 5'),
     ("T5ForConditionalGeneration", {"cp_attention": "ulysses"}, "cp=2 does not divide the 5 heads", 'use cp_attention="gather", or cp among 1, 5'),
     ("GPTNeoForCausalLM", {"cp_attention": "ring"}, "computes its own scores", 'use cp_attention="gather" or "ulysses"'),
-    ("BertForMaskedLM", {"cp_attention": "ring", "attention": "eager"}, "which computes the scores itself", 'leave it out, or use cp_attention="gather"'),
+    ("BertForMaskedLM", {"cp_attention": "ring", "attention": "eager"}, "which computes the scores itself", 'leave attention= out, or use cp_attention="gather"'),
 ]  # fmt: skip
 
 

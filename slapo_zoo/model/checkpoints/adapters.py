@@ -114,7 +114,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
     """On one process return {key in peft's files: tensor} of all that the adapter `name` trains, also biases.
 
-    On several ranks return {}: there only LoRA's matrices are trained, and other functions list them.
+    On several ranks return {}: there an adapter trains LoRA's matrices only, which `_matrices` lists.
     """
     from peft import get_peft_model_state_dict
 
@@ -148,7 +148,9 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
-        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", hint)
+        raise SlapoError(
+            "adapter", repr(name), f"the model has no such adapter; its adapters: {known}", hint
+        )
     if not grads and (whole := _trained_tensors(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -165,7 +167,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which each parameter that ZeRO shards is replaced by a placeholder that has the shape before ZeRO."""
+    """Context in which placeholders of the shape before ZeRO replace parameters that ZeRO shards, for peft to read."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -268,9 +270,9 @@ def _matrices(model: Any, name: str) -> list[Matrix]:
     return found
 
 
-def _refusal(path: str, problem: str) -> SlapoError:
-    hint = "choose target_modules among the projections of attention and feed-forward"
-    return SlapoError(STEP, path, problem, hint)
+def _refusal(path: str, problem: str, change: str = "") -> SlapoError:
+    hint = "leave this module out of target_modules; projections of attention and feed-forward can have adapters"
+    return SlapoError(STEP, path, problem, change + hint)
 
 
 def _syncs(model: Any, path: str) -> list[Sync]:
@@ -286,8 +288,8 @@ def _rule(
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
     """Return (directives for LoRA's matrix A, directives for B) that shard both to fit the weight of the layer at `path`.
 
-    `placed` says how tp shards the weight (None: not), `input_axis` is the axis of its input features, and `syncs` are
-    the collectives of the layer. Raises SlapoError for a sharding that adapters do not support.
+    `placed` says how tp shards the weight (None: not sharded), `input_axis` is the weight's axis of input features, and
+    `syncs` are the collectives of the layer. Raises SlapoError for a sharding that adapters do not support.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -300,9 +302,10 @@ def _rule(
         problem = "the module's weight is sharded over a padded vocabulary, where adapters are not supported"
         raise _refusal(path, problem)
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
-        raise _refusal(
-            path, f"found the collective {other[0]!r} at this module, expected 'all_reduce'"
+        problem = (
+            f"the schedule has the collective {other[0]!r} at this module, expected 'all_reduce'"
         )
+        raise _refusal(path, problem)
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
     mode = "bwd_post" if placed.placement.axis != input_axis else "fwd_post"
@@ -315,14 +318,16 @@ def _rule(
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
         problem = "the weight is sharded over inputs, but the schedule does not all-reduce the module's output"
-        raise _refusal(path, problem)
+        raise _refusal(
+            path, problem, 'add sync("fwd_post", "all_reduce") to the schedule at this module; or '
+        )
     return (replace(how, axis=1), *here), tokens
 
 
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unevenly, but would draw equal mask slices.
+    """Raise SlapoError if tp shards the input features of LoRA's `dropout` in unequal parts; the masks are equal slices.
 
     `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
     """
@@ -355,17 +360,23 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Fill `values` (key in files --> tensor) from an adapter's files; SlapoError if these have keys not in `wanted`."""
+    """Fill `values` (key --> tensor) from an adapter's files; SlapoError if a key in the files is not in `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
-            problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
-            raise SlapoError(str(folder), "adapter", problem, "load an adapter of this model")
+            problem = (
+                f"the files have {len(unknown)} tensors that the model does not have: {unknown[:3]}"
+            )
+            hint = "load an adapter that was saved for this model class and number of blocks"
+            raise SlapoError(str(folder), "adapter", problem, hint)
         targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
         load_tensors(targets, files, {key: key for key in targets}, Mesh())
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put `value` (unsharded LoRA matrix A [r, I] or B [O, r]) into its module, shard it, and list it in the model's plan."""
+    """Put `value` (unsharded LoRA matrix A [r, I] or B [O, r]) into its module, and shard it.
+
+    The matrix is also added to the model's plan: the table of each tensor's sharding and gradient sums.
+    """
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)
@@ -384,7 +395,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _set_dropouts(model: Any, name: str) -> None:
-    """Let the dropouts before the A matrices of the adapter `name` draw this rank's slices of a single device's masks."""
+    """Let the dropouts of adapter `name` draw this rank's slices of the masks that a single device would draw."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's

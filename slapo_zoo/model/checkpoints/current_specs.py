@@ -1,4 +1,4 @@
-"""Tensors, configs, tokenizer files and card that a save writes, for the model as it is at the save.
+"""Tensors, configs, tokenizer files and card (published schedule) that a save writes, for the model as it then is.
 
 Since the load the user may have cast the model, or added modules to the model.
 """

@@ -63,7 +63,7 @@ def load_checkpoint(
 
 
 class _Load:
-    """Load of a training checkpoint on one rank: `open`, `prepare`, `finish`; only `finish` changes the model."""
+    """Load of a training checkpoint on one rank: `open`, then `prepare`, then `finish`, which alone changes the model."""
 
     opened: TrainingFolder
 
@@ -139,13 +139,15 @@ def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
             if name in saved
             else "the saved scheduler lacks this attribute"
         )
-        hint = "make the same scheduler as when saving"
+        hint = "pass a scheduler of the saved class, made with the saved arguments"
         raise WeightsError(str(path / FILE), f"scheduler.{name}", who, hint)
     for name, value in saved.items():
         kinds = _kind(value), _kind(own[name])
         if None not in (value, own[name]) and kinds[0] != kinds[1]:
-            problem = f"found {value!r:.60}, expected a value like {own[name]!r:.60}"
-            hint = "make the same scheduler as when saving"
+            problem = (
+                f"the checkpoint has {value!r:.60}, the scheduler that you passed {own[name]!r:.60}"
+            )
+            hint = "pass a scheduler of the saved class, made with the saved arguments"
             raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
 
 

@@ -276,9 +276,10 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """Return ({name: tensor of this rank to fill from a checkpoint, with its sharding}, {name: its key in files}).
+    """Return ({name: Target, a tensor of this rank to read from a checkpoint, and its sharding}, {name: key in files}).
 
-    `whole` holds the tensors to fill: this rank's parameters and buffers, under ZeRO this dp rank's rows of them.
+    `whole` has the tensors to fill. A parameter in it is that of this tp and pp rank, or under ZeRO (`dp_shard=`) only
+    the rows of it that this dp rank holds.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)
@@ -296,7 +297,8 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return ({name: parameter or persistent buffer of this rank}, {name: name under which the tensor is saved}).
 
-    Tied parameters are saved under one name. `whole` holds the tensors, under ZeRO this dp rank's rows of them.
+    Tied parameters are saved under one name. The tensors are those of `whole`, without the buffers that are not
+    persistent; under ZeRO (`dp_shard=`) each parameter is only the rows that this dp rank holds.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
@@ -306,9 +308,9 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
-    """Return {id of a parameter: name of the parameter in the files of optimizer state}.
+    """Return {id(p) of each parameter in `whole`: name of the parameter in the files of optimizer state}.
 
-    `whole` holds the parameters of the optimizer, under ZeRO this dp rank's rows of them.
+    `whole` has the model's tensors by name, the same objects that its optimizer has.
     """
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}

@@ -25,8 +25,8 @@ class Whole:
     """Tensors and optimizer of one rank from which a checkpoint is written, or into which one is read.
 
     Args:
-        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp if an engine shards it. Under
-            ZeRO (`dp_shard=`) instead this dp rank's rows, a slice of axis 0, with the range of rows as an attribute.
+        tensors: name --> parameter or buffer of this tp and pp rank. FSDP2 and DeepSpeed give copies gathered over dp.
+            ZeRO of slapo_zoo (`dp_shard=`) gathers nothing: it gives the rows (slice of axis 0) of this dp rank.
         optimizer: torch optimizer over the parameters in `tensors`, or None.
     """
 
@@ -62,7 +62,7 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of a micro-batch's loss times `loss_scale`, so that an average over ranks becomes a sum."""
+        """Run the backward of `loss` * `loss_scale`. That factor (dp) makes a sum of the average of gradients over dp."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(
@@ -71,11 +71,13 @@ class DataParallel:
     ) -> Tensor:  # fmt: skip
         """Run forward and backward of all micro-batches through the pipeline; return this dp rank's share of the loss.
 
+        The share is the sum over micro-batches on ranks of the last stage, and 0 on others.
+
         Args:
             pipeline: the pipeline of this rank's stages.
             run: function (batch, row indices) --> loss of a micro-batch.
-            tensors: entries of the batch that are split by rows into micro-batches.
-            others: the other entries of the batch.
+            tensors: entries of this dp rank's batch, which this call splits by rows into micro-batches.
+            others: entries of the batch that every micro-batch gets as they are.
             count: number of micro-batches.
         """
         scale = self.loss_scale
@@ -85,7 +87,8 @@ class DataParallel:
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
         """Run all micro-batches through the pipeline, average gradients over dp in the last backward; return the loss.
 
-        `step` are the arguments of `pipeline_step` after `pipeline`; the loss is multiplied by `loss_scale` already.
+        `step` are the arguments of `pipeline_step` after `pipeline`; losses, also the returned one, contain the factor
+        `loss_scale`.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
@@ -99,12 +102,14 @@ class DataParallel:
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Complete a backward in the user's own loop (without `train_step`); by default hooks have done all.
+        """Do nothing after a backward in the user's own loop (without `train_step`): hooks have reduced all gradients.
+
+        ZeRO (`Sharded`) overrides this method: it releases gathered parameters and averages gradients of adapters.
 
         Args:
             parameters: trained parameters of this rank.
             mesh: mesh of the model.
-            paused: True within `model.no_sync()`, where nothing is averaged.
+            paused: True within `model.no_sync()`, where no gradient is averaged over dp.
         """
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
@@ -129,10 +134,10 @@ class DataParallel:
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return `value` (a parameter, its gradient or optimizer state), gathered over dp under ZeRO: a collective call.
+        """Return `value` as it is; ZeRO (`Sharded`) overrides this method, and gathers `value` over dp by a collective.
 
         Args:
-            value: the tensor to gather; a tensor of another size than `p`, or another object, is returned as it is.
+            value: a parameter, its gradient or optimizer state; ZeRO gathers only tensors of the size of `p`.
             p: the parameter that `value` belongs to.
             shape: shape of the parameter before ZeRO, i.e. sharded over tp only.
         """
@@ -197,7 +202,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Set the default data parallelism, by gradient hooks, in a model's runtime state `runtime`."""
+    """Set the default data parallelism, by gradient hooks, in a model's `runtime` state (schedule, plan, engine)."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer

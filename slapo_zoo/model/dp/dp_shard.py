@@ -35,7 +35,9 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (module, attribute, gathered parameter) of all parameters that no ZeRO-3 block gathers (embeddings, head).
+        """Yield (module, attribute, gathered parameter) of the parameters that are gathered before the forward.
+
+        In ZeRO stage 3 these are the ones outside the transformer blocks (embeddings, head), else all.
 
         `dtype` is the compute dtype, None for that of the parameters; `in_own_loop` is True if the user's loop runs
         the backward, not `train_step`. Raises MeshError if parameters were replaced since the load.
@@ -79,7 +81,7 @@ class Sharded(DataParallel):
         """Run all micro-batches through the pipeline; return this dp rank's share of the loss.
 
         In ZeRO stage 1 gradients are then reduce-scattered over dp. `args` are the pipeline, a function (batch, row
-        indices) --> loss, the batch's entries that are split by rows, its other entries, the number of micro-batches.
+        indices) --> loss, the batch's entries to split by rows, its other entries, and the number of micro-batches.
         """
         loss = super().pipeline_step(*args)
         self._sum_waiting()
@@ -102,7 +104,7 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce gradients after a step: sharded ones over the ranks with the same rows, others over dp."""
+        """All-reduce gradients after a step: those of a rank's rows over the ranks with the same rows, others over dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
@@ -133,7 +135,7 @@ class Sharded(DataParallel):
         return found.clone() if is_padded else found  # a padded buffer would stay alive as a whole
 
     def sends(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send tensors in `stream_weights`: True for the ranks of the first replica."""
+        """Return whether this rank may send tensors in `stream_weights`: True for the first `dp_shard=` dp ranks."""
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
@@ -223,7 +225,7 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """Return [(module in the block, attribute, (index of its parameter's group in `groups`, index within the group))]."""
+    """Return (module, attribute, (index of the group in `groups`, index in the group)) of each parameter of a block."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip

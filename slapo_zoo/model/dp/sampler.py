@@ -73,7 +73,7 @@ class MeshSampler:
         return {"step": self.step if step is None else step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after as many steps as `state`, a result of `state_dict`, counts; the number of dp ranks may differ."""
+        """Continue at the position that `state_dict` returned as `state`; the number of dp ranks may have changed."""
         self.step, self.seed = state["step"], state["seed"]
 
 

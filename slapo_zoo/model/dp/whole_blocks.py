@@ -92,7 +92,7 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters, a list per group, for a backward; start to gather the preceding block's."""
+        """Return the block's gathered parameters, a list per group; start to gather those of the block before it."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
@@ -190,7 +190,7 @@ class Blocks:
         module.register_forward_hook(block.after, always_call=True)
 
     def keep(self, block: Block, following: int) -> None:
-        """Release the gathered parameters of all blocks but `block`; start to gather those of block `following`."""
+        """Release the gathered parameters of all blocks but `block`; start to gather those of block number `following`."""
         ahead = [self.at[following]] if following in self.at else []
         for other in self._kept:
             if other is not block and other not in ahead:
@@ -206,8 +206,9 @@ class Blocks:
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts for recomputing the block that runs now, in which the block's modules read
-        gathered parameters.
+        """Return a function that makes contexts for recomputing the block that runs now.
+
+        In the context the block's modules read gathered parameters. Without a running block the context is empty.
         """
         return self.running[-1].recomputing if self.running else nullcontext
 

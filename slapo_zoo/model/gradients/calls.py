@@ -25,7 +25,7 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
 
 class Calls:
-    """State of the forward calls and backwards of one scheduled model: gradient hooks, and what a backward restores.
+    """Gradient hooks of one scheduled model, and the state of a forward call that its backward restores.
 
     Attributes:
         reducer: GradientReducer that sums the gradients over ranks.
@@ -83,7 +83,7 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Return the names of the parameters whose gradients tp ranks sum: each time, or only when tp shards the tokens."""
+        """Return the names of all parameters whose gradients tp ranks sum, also of those summed only if tokens are sharded."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 

@@ -1,6 +1,6 @@
 """After any backward each rank's `.grad` is its shard of the gradient that one process would compute.
 
-The plan of a rank lists, for each parameter, the ranks over which its gradient is summed (`sum_over`). A hook on each
+The plan of a rank lists, for each parameter, the ranks over which its gradient is summed. A hook on each
 parameter sums its gradient over tp before autograd adds the gradient to `.grad`, so that a user's hooks see the sum.
 Over dp `.grad` is averaged as in DDP, bucket by bucket while the backward continues. In `train_step` the average over
 dp runs in the backward of the last micro-batch, and the sums over tp and pp run after that backward.
@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.once import refuse_graph
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 
-_OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_reduce over model.mesh.group('loss')"
+_OWN_HINT = "call loss.backward(); or call grad within model.no_sync(), and average over model.mesh.group('loss')"
 
 
 class GradientReducer:
@@ -94,7 +94,7 @@ class GradientReducer:
         return p
 
     def open(self) -> None:
-        """Begin a backward, possibly within another one: group parameters into buckets, each averaged by one all-reduce."""
+        """Begin a backward, perhaps nested in another: group parameters into buckets, each for one all-reduce over dp."""
         self._count_stored()
         for bucket in self.buckets:
             bucket.wait()
@@ -108,7 +108,9 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient of parameter `p` as a backward needs it: summed over tp, and averaged over dp if not later.
+        """Return the gradient that goes on to `.grad` of parameter `p`: `grad`, summed over tp if the plan says so.
+
+        The gradient is averaged over dp here only if no bucket, engine or later step does so.
 
         Args:
             name: name of the parameter in the model's plan, which lists the ranks to sum over.
@@ -166,7 +168,10 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _count_stored(self) -> None:
-        """Count the last gradient if it was stored in `.grad`; start the all-reduce of each bucket now complete."""
+        """Note in its bucket that the newest gradient has arrived; start the all-reduce of each bucket now complete.
+
+        A gradient that `torch.autograd.grad` returns, which leaves `.grad` as it was, does not count.
+        """
         if self.latest is None:
             return
         (p, before, version), self.latest = self.latest, None
@@ -200,7 +205,7 @@ class GradientReducer:
         return met
 
     def _have_grad(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return {id of each parameter that has a gradient on at least one dp rank}; None if ranks did not need to ask."""
+        """Return {id of each parameter with a gradient on some dp rank}, by an all-reduce; None unless `asks_hosts`."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -250,7 +255,7 @@ class GradientReducer:
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients over tp, and tied ones over pp, after a step's last backward; `named`: name --> parameter."""
+        """Sum gradients over tp, and of tied parameters over pp, at the end of a step; `named`: name --> parameter."""
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():

@@ -22,13 +22,15 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class InputGradients:
-    """Tensors of a batch that require a gradient; with pipeline stages, detached copies replace them in the batch.
+    """Tensors outside a model that get gradients in one step: entries of the batch, and trained parameters behind them.
+
+    With pipeline stages, detached copies replace the entries in the batch.
 
     Args:
         mesh: mesh of all ranks.
         tensors: the batch, name --> tensor; with pp > 1 entries that require a gradient are replaced in this dict.
-        known: trained parameter outside the model that an earlier step has found --> its number.
-        loss_fn: the user's loss function or None; the parameters of a module are trained too.
+        known: trained parameter outside the model that an earlier step has found --> its number, in order of first use.
+        loss_fn: the user's loss function or None; if it is an nn.Module, its parameters get gradients too.
         scale: factor by which the engine multiplies a loss before its backward.
     """
 
@@ -63,7 +65,7 @@ class InputGradients:
         self._register(new)
 
     def held(self) -> list[Tensor]:
-        """Return the tensors outside the model that get a gradient: entries of the batch, or trained parameters."""
+        """Return the tensors outside the model that get gradients: detached batch entries, or trained parameters."""
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
     def _register(self, new: list[nn.Parameter]) -> None:

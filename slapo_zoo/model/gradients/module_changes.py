@@ -23,7 +23,7 @@ def own_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return {path: module} of a model, without the wrappers of `torch.compile` and checkpoint in path and module."""
+    """Return {path: module} of a model, without wrappers (`torch.compile`, checkpoint); the wrapped modules stay."""
     found = model.named_modules(remove_duplicate=False)
     return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
 
@@ -95,7 +95,7 @@ def _is_within(name: str, other: str) -> bool:
 def require_known_order(model: Any) -> None:
     """Raise SlapoError if transformer blocks were removed or swapped since the load of a model with sequence parallelism.
 
-    There the first block of a stack shards the tokens over tp, and the last block gathers them.
+    In such a model the first block of a stack shards the tokens over tp, and the last block gathers them.
 
     Args:
         model: a scheduled model.
@@ -129,7 +129,7 @@ class Structure:
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return the submodule at a path; "embeddings.word_embeddings", as peft asks, is any model's input embedding."""
+        """Return the submodule at a path; peft's "embeddings.word_embeddings" is the input embedding of any model."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:
@@ -148,7 +148,7 @@ class Structure:
             at = here.get(name), found.get(name)
             is_same = at[0] == at[1] or at[0] == [0]  # [0]: an engine holds the values
             if not is_same and (strict or None not in at):
-                problem = f"found {at[1] or 'none'}, expected this rank's shard {at[0] or 'none'}"
+                problem = f"the state dict has {at[1] or 'no tensor'}, expected this rank's shard {at[0] or 'no tensor'}"
                 hint = "load unsharded tensors by model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
                 raise WeightsError("load_state_dict", name, problem, hint)
         return parent.load_state_dict(state_dict, strict, assign)

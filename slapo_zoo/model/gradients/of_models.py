@@ -29,7 +29,10 @@ def runtime_of(p: Any) -> Any:
 
 
 def place_of(p: Any) -> tuple[RankPlan, str] | None:
-    """Return (plan of the scheduled model of parameter `p`, name of `p` in the model), or None without a model."""
+    """Return (plan of the scheduled model that has parameter `p`, name of `p`); None if no scheduled model has `p`.
+
+    The plan has the sharding and the gradient sums of each tensor of the model.
+    """
     runtime = runtime_of(p)
     return None if runtime is None else (runtime.plan, _KNOWN[p][1])
 

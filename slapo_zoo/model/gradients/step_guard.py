@@ -45,8 +45,8 @@ class StepGuard:
         interval: steps from one check to the next, after the first 16 steps, all checked; 0 switches checks off.
         divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: True if checks are made; False where an engine clips and steps by itself.
-        on_ranks: replacement of this check if one process runs several ranks as threads: it checks and steps the
-            optimizer of each rank; None otherwise.
+        on_ranks: function that checks and steps the optimizer of each rank, if one process runs several ranks as
+            threads; None otherwise.
     """
 
     def __init__(self, mesh: Mesh):
@@ -86,7 +86,7 @@ class StepGuard:
             self._compare_replicas(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _compare_replicas(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if the parameters `some` have other first elements on a dp replica."""
+        """Raise MeshError on all dp ranks if replicas of a parameter in `some` differ in the norm of their first elements."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -146,8 +146,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` has for each rank the result of `_factors`, [9][4] numbers. Columns 2 and 3, sums of projections and of
-        norms of replicated gradients, are compared. `loosely` is the relative difference that is allowed.
+        `rows` has for each rank the result of `_factors`, [9][4] numbers. Columns 2 and 3, the weighted sums of elements
+        and the norms of replicated gradients, are compared. `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -164,9 +164,7 @@ class StepGuard:
         names = [name for name, marks in named if _differ(marks, loosely)]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         problem = "the parameter is replicated over tp, but its gradient differs between tp ranks"
-        hint = (
-            "add a sum_gradient directive for this parameter; `slapo-zoo verify` names its module"
-        )
+        hint = 'add sch[module].sum_gradient("weight") to the schedule; `slapo-zoo verify` names the module'
         what = f"{names[0]}{more}" if names else "parameters of another stage"
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 

@@ -68,7 +68,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor for a gradient of parameter `p` that every rank has in full, so that the sum over ranks is right.
+    """Return the factor that makes a gradient which every rank has in full, of a weight-only loss term, count once.
+
+    The factor is 1 / number of tp ranks that sum the gradient of `p`, times the number of row shards of ZeRO.
 
     `row` is the TensorPlan of `p`, which lists the ranks over which its gradient is summed, or None.
     """
@@ -84,8 +86,8 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _numbers(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes, in the graph of `loss`, of scalars computed from parameters alone, and the nodes on the
-    way to the parameters. Only nodes with a sequence number above `began` are searched.
+    """Return the autograd nodes of the terms of `loss` that depend on parameters alone: the node of each such scalar, and
+    those between the scalar and the parameters. Only nodes with a sequence number above `began` are searched.
     """
     alone: set[Any] = set()
     made = reached(
@@ -99,7 +101,9 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether the sum over shards of an autograd node's result (of a mean, a norm) is not that of the weight."""
+    """Return True for an autograd node of a mean, norm, ...: its results on the shards of a weight do not add up to its
+    result on the unsharded weight.
+    """
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
