@@ -148,8 +148,10 @@ class Stream:
                 is_empty = False
                 yield dict(row), epoch, data
             if is_empty:
-                hint = "give more text or a smaller seq_len: the data are empty, or too short to fill one row"
-                raise DataError("data", "", "found no row in the data", hint)
+                hint = "give more text or a smaller seq_len: these data are empty, or too short to fill one row"
+                raise DataError(
+                    self.source.name, f"split {self.source.split!r}", "found no row", hint
+                )
             epoch, place = epoch + 1, None
 
 

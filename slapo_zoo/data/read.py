@@ -50,7 +50,7 @@ def _kind_of_folder(path: Path) -> str:
     others = Counter(f.suffix.lower() for f in files if not format_of(f))
     if len(kinds) > 1 or max(others.values(), default=0) > kinds.total() > 0:
         said = ", ".join(sorted({f.suffix for f in files}))
-        problem = f"found files of several kinds ({said}), of which one would be read"
+        problem = f"found files of several kinds ({said}), of which only one kind would be read"
         raise DataError(str(path), "data", problem, "name one file, or a folder of one kind")
     return "table" if kinds else "text"
 
@@ -252,7 +252,9 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
     said = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
-        raise DataError("data", "", problem, "name others by columns=, or fill in empty values")
+        raise DataError(
+            "data", "columns", problem, "name others by columns=, or fill in empty values"
+        )
     encoder = Encoder(task, columns)
     key = encoder.fingerprint(data._fingerprint)
     with _one_by_one(whole, key):

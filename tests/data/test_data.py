@@ -330,6 +330,8 @@ def test_data_stream_restarted_at_a_saved_position_yields_the_following_batches(
 
 def test_empty_data_stream_raises(tmp_path):
     task = Causal(tokenizer(eos_token=END), 8)
-    stream = Stream(SimpleNamespace(opened=list, rows=iter), task, 2, 0, 6)
+    stream = Stream(
+        SimpleNamespace(name="rows.txt", split="train", opened=list, rows=iter), task, 2, 0, 6
+    )
     with pytest.raises(DataError, match="found no row"):
         stream.part(0)

@@ -66,7 +66,7 @@ def _from_config(options: LoaderOptions, config: Any) -> Any:
 
 
 class AutoScheduledModel:
-    """Factory of scheduled models: `from_pretrained` reads a checkpoint, `from_config` draws new weights."""
+    """Factory of scheduled (sharded) models: `from_pretrained` reads a checkpoint, `from_config` draws new weights."""
 
     def __init__(self) -> None:
         hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"

@@ -1,4 +1,4 @@
-"""Schedules of any module (create_schedule, build), and their publication as cards (publish_card, apply_card)."""
+"""Schedules (directives) of any module (create_schedule, build), also as published cards (publish_card, apply_card)."""
 
 import copy
 import functools

@@ -19,7 +19,7 @@ _SEEDS: list[int] = []
 
 @dataclass
 class ScheduleMetadata:
-    """Metadata of a schedule, with the name and the fields that the original Slapo has.
+    """Metadata of a schedule (applied directives), with the name and the fields that the original Slapo has.
 
     Args:
         tie_weights: tied parameter --> the name under which it is saved.

@@ -75,8 +75,8 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
     """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest legal one that
-    is at least 2 * pp, or the largest legal one. Legal are divisors of `rows` that the pipeline order allows; `rows`
-    if none is.
+    is at least 2 * pp, or the largest legal one. Divisors of `rows` that the pipeline order allows are legal; if no
+    number is legal, return `rows`.
     """
     if pipeline is None:
         return 1

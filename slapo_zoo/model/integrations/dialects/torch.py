@@ -42,10 +42,10 @@ def torch_engine(
     clip: float = 0.0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Run a scheduled model under torch; return (engine, optimizer). For a schedule `sch` return (module, optimizer).
+    """Run a scheduled model under torch; return (engine, optimizer). For a Schedule `sch` return (module, optimizer).
 
     Args:
-        sch: a model of AutoScheduledModel, or a schedule of any module (`create_schedule`).
+        sch: a model of AutoScheduledModel, or a Schedule (any module and its directives, see `create_schedule`).
         optimizer: torch optimizer; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
         data_parallel: None averages gradients by our own hooks, "ddp" by torch's DDP; "fsdp2" shards parameters,
