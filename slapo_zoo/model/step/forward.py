@@ -90,7 +90,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return a forward (model, args, kwargs) --> output that warns within torch.compile and runs uncompiled."""
+    """Return a forward, (model, args, kwargs) --> output, that torch.compile runs uncompiled, with a warning."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 

@@ -100,7 +100,7 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
-        """Return the runtime state of the model: its schedule, pipeline stages, gradient hooks and engine."""
+        """Return the runtime state of the model: how it is sharded, its pipeline stages, gradient hooks and engine."""
         return self.model._slapo
 
     @property
