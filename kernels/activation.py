@@ -28,11 +28,11 @@ def activation(
     """Compute mask * act(x + bias) * up, without the factors and the bias that are None; `mask` is a dropout mask.
 
     Args:
-        name: name of the calling kernel, by which the table of timings says whether Triton runs.
+        name: name of the calling kernel ("geglu", ...): its Triton kernel runs where measurements found it faster.
         kind: "gelu" (erf), "gelu_tanh", "relu" or "silu".
         x: [..., N].
         bias: [N].
-        up: [..., N].
+        up: second factor [..., N] of a gated feed-forward.
         keep: dropout mask [..., N] of 0 and 1/(1-p).
         seeds: int64, one per batch row; the mask is hashed from them when `keep` is None.
         p: dropout probability.

@@ -64,7 +64,8 @@ def _backward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of x and up, and a partial sum of dbias, from `dy` [M, N] for a strip of `rows` rows and
-    BLOCK_N columns. KIND names the activation, MASK where the dropout mask comes from: "keep", "seeds" or "none".
+    BLOCK_N columns. KIND names the activation, MASK where the dropout mask comes from: "keep", "seeds" (one for every
+    `cell` rows; an element is dropped if its hash is below `threshold`, else multiplied by `scale`) or "none".
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
@@ -134,7 +135,7 @@ def backward(
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernel for `dy` [M, N], the gradient of mask * act(x + bias) * up; return the
-    gradients of x, bias [N] and up (empty if None). The other arguments are those of the forward.
+    gradients of x, bias [N] and up (empty if None). The other arguments have the values that `forward` got.
     """
     dy, x, bias, up, keep = contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)

@@ -148,7 +148,8 @@ def _query_kernel(
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute dq [B, S, H, D], the gradient of a block of queries of one head, and what the block adds to the gradient of
-    the bias table. A program of the grid loops over the keys; d_out is the gradient of the output.
+    the bias table. A program of the grid loops over the keys; d_out is the gradient of the output. `_scores` and
+    `_keep` in this file explain the arguments after v.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -203,7 +204,8 @@ def _key_kernel(
 ):  # fmt: skip
     """Compute dk and dv [B, T, H, D], the gradients of BN keys and values of one head.
 
-    A program of the grid loops over the queries; d_out [B, S, H, D] is the gradient of the output.
+    A program of the grid loops over the queries; d_out [B, S, H, D] is the gradient of the output. `_scores` and
+    `_keep` in this file explain the arguments after v.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -244,8 +246,8 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[str, Any]]]:
-    """Return (arguments of the kernels after v, {kernel name: {constant: value}}) for q and k [B, S, H, D]. `given`
-    has the other arguments of `blocked_attention.attention`.
+    """Return (arguments that follow v in each Triton kernel of this file, {"forward", "query" or "key": compile-time
+    constants of that kernel}) for q and k [B, S, H, D]; `given` has the other arguments of `blocked_attention.attention`.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds
@@ -267,8 +269,8 @@ def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[st
 
 
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
-    """Return the launch options with which a kernel spills no registers, {"BM", "BN": tile sizes, ...}; `ci/bench.py
-    launches` found them.
+    """Return the launch options with which a kernel spills no registers, found by `ci/bench.py launches`: {"BM": queries
+    per tile, "BN": keys per tile, "HEAD": `head_size`, "BLOCK_D": its next power of 2, "num_warps": ..., ...}.
 
     Args:
         kernel: "forward", "query" or "key".

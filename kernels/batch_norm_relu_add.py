@@ -43,7 +43,7 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [B, C, h, w], in eval mode if B is 0; `like` has dtype and device."""
+    """Return random arguments for x [B, C, h, w]; B = 0, an empty batch, gives those of eval mode. `like`: dtype, device."""
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
@@ -188,7 +188,7 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        problem = "batch_norm_relu_add runs only where Triton does: call F.batch_norm here"
+        problem = f"Triton does not run on {x.device}: call slapo_zoo.kernels.batch_norm_relu_add, which takes F.batch_norm there"
         raise NotImplementedError(problem)
     from slapo_zoo.kernels import batch_norm_triton
 

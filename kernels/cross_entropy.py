@@ -123,7 +123,7 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """Write the gradient of the logits to `out` [N, C], perhaps the logits themselves; others are as in `gradient`."""
+    """Write the gradient of the logits to `out` [N, C], which may be `logits`; return `out`. Arguments are as in `gradient`."""
     if not logits.shape[1]:
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
@@ -148,11 +148,12 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
-    """Return the number of rows of x whose logits [rows, columns] fit into `chunk_bytes`; at least 64, on a GPU 2048.
+    """Return how many rows of the hidden states x to take at a time, so that their logits [rows, columns] fit into
+    `chunk_bytes`; at least 64, on a GPU 2048.
 
-    By default a chunk has 1 GiB of logits on a GPU: with chunks as small as Liger's (V/H) the weight's gradient
-    would be read and written so often that it costs more than the GEMMs. On a CPU a chunk has 128 MiB where BLAS
-    adds to the gradient as it multiplies (fp32), else 512 MiB.
+    `chunk_bytes` None is 1 GiB on a GPU: every chunk reads and writes the weight's gradient once, which with many
+    small chunks takes longer than the GEMMs. On a CPU it is 128 MiB for fp32, where BLAS adds to the gradient as it
+    multiplies, else 512 MiB.
     """
     on_cpu = x.device.type == "cpu"
     size = (x.dtype if on_cpu else wide_dtype(x)).itemsize

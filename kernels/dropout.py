@@ -15,8 +15,8 @@ SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
 
 
 def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Compute dropout of x with one of `seeds` per batch row in torch operations (Srivastava et al.
-    2014), scaled by 1 / (1 - p) as torch does.
+    """Compute dropout of x [B, ...] in torch operations (Srivastava et al. 2014), scaled by 1 / (1 - p) as torch does.
+    The mask of batch row b is hashed from seeds[b]; without seeds, or for p = 0, x is returned.
     """
     mask = mask_like(x, None, seeds, p)
     return x if mask is None else x * mask

@@ -31,16 +31,16 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 
 
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
-    """Return a kernel's dropout arguments, {"keep": mask} or {"seeds": ..., "p": ...}; {} in eval mode.
+    """Return a kernel's dropout arguments in place of `module`: {"keep": mask} or {"seeds": ..., "p": ...}; {} in eval mode.
 
-    If a schedule has replaced the module's forward, the new forward's function `draws` returns a mask on a CPU and
-    seeds elsewhere. Otherwise seeds come from torch's generator on a GPU. On a CPU, or if other code has replaced the
-    forward, the module is called on ones to get its mask.
+    slapo_zoo may have given the module a forward whose dropout is the same on every mesh. That forward's attribute
+    `draws` then makes the result: a mask on a CPU, seeds elsewhere. Otherwise new seeds come from torch's generator on
+    a GPU; on a CPU, or if other code has replaced the forward, the module is called on ones to get its mask.
 
     Args:
         module: an nn.Dropout.
         x: tensor to be dropped; only shape, dtype and device are used.
-        cells: number of seeds to return, e.g. rows * heads; 0 returns those of `draws`, or one per row of x.
+        cells: number of seeds to return, e.g. rows * heads; 0: as many as `draws` returns, or else one per row of x.
     """
     if not module.training or module.p == 0.0:
         return {}
@@ -67,8 +67,8 @@ def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
     """Return bool [B, size], False for the keys that an attention mask of `transformers` hides as padding.
 
-    The mask is [B, 1, S or 1, T]. Its last query is read, which sees every real key even if causal. The result
-    is None when the mask is None.
+    The mask is [B, 1, S or 1, T], of which the first `size` keys count. Only the row of the last query is read, because
+    the last query sees all keys but padding, under a causal mask too. The result is None when the mask is None.
     """
     if mask is None:
         return None

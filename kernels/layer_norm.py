@@ -44,7 +44,7 @@ def _cannot(module: Any) -> str:
     cpu="F.layer_norm",
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Compute LayerNorm over the last axis in one GPU launch; the backward takes one, and sums over rows.
+    """Compute LayerNorm over the last axis in one GPU launch; the backward is one launch, then sums of dw and db over rows.
 
     Args:
         x: [..., N].

@@ -1,4 +1,4 @@
-"""Kernel linear: y = x W^T + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.dispatch.cpu_matmul).
+"""Kernel linear: y = x W^T + b; in fp32 on a CPU oneDNN computes it where oneDNN is faster than MKL (AMD CPUs).
 
 It replaces the forward of nn.Linear, and of GPT-2's Conv1D, whose weight is [K, N].
 """
@@ -63,9 +63,9 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _install(site: Any, **options: Any) -> None:
-    """Replace the forward of the linear `site.module` by the kernel's, if oneDNN is faster on this CPU.
+    """Replace the forward of `site.module`, the linear to change, by `_forward`, if oneDNN is faster than MKL on this CPU.
 
-    A forward that the schedule has set before (row-parallel: bias after the all-reduce) is kept. `options` are ignored.
+    A forward that sharding has set before (row-parallel: bias after the all-reduce) is kept. `options` are ignored.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

@@ -69,7 +69,7 @@ def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run an LM head on hidden states; in training its logits are computed only if they are read."""
+    """Run the LM head `module` on hidden states [..., H]; in training return LogitsOnDemand, computed only if they are read."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
@@ -99,9 +99,11 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Compute F.cross_entropy(x W^T + bias, target) in fp32 for x [N, H]; arguments as in `lm_loss.lm_loss`.
+    """Compute F.cross_entropy(x W^T + bias, target) in fp32 for x [N, H]; `args` and `options` are the further
+    arguments of `lm_loss.lm_loss` (bias, ignore_index, label_smoothing, ...).
 
-    A TorchFunctionMode can intercept this call, as it can F.cross_entropy; `loss_means.GlobalMeans` does so.
+    A TorchFunctionMode can intercept this call, as it can F.cross_entropy: `loss_means.GlobalMeans` does so to divide
+    by the number of targets in the whole batch.
     """
     tensors = (x, target) if weight is None else (x, weight, target)
     if has_torch_function_variadic(*tensors):

@@ -41,7 +41,7 @@ _OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
 @dataclass
 class Head:
-    """Language-model head, from which logits of hidden states (rows) or their loss are computed.
+    """Language-model head, which maps hidden states (rows) to logits, or straight to their loss.
 
     Args:
         linear: module with the weight [V, H] (over tp: a shard of its rows) and bias.
@@ -51,8 +51,8 @@ class Head:
         group: ranks that shard the vocabulary, or None.
         summed: whether the module before the head all-reduces the gradient of the rows over the group.
         root: module whose weights `logits` reads; None takes `linear`.
-        within: returns a context in which the root's weights are cast and gathered as in its
-            forward.
+        within: returns a context in which the weights of `root` are as in its forward: cast by mixed precision, and
+            gathered by ZeRO or FSDP; None makes one.
     """
 
     linear: Any
@@ -78,7 +78,7 @@ class Head:
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Context in which the head's weights are as in its forward: cast, gathered from shards."""
+        """Context in which the head's weights are as in its forward: cast by mixed precision, gathered by ZeRO or FSDP."""
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -150,7 +150,9 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits for a head whose `vocab_size` classes are sharded over `group`; unchanged if that is None."""
+        """Return these logits as those of a head of which each rank of `group` has a shard of the `vocab_size` classes, so that
+        loss and logits of all classes use the group; return these logits unchanged if `group` is None.
+        """
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -173,7 +175,7 @@ class LogitsOnDemand(torch.Tensor):
         """Return the values of the logits without an autograd graph."""
         if self.changed():
             problem = "the logits were changed in place, and this use would miss the gradient"
-            hint = "use the tensor that the in-place operation returned"
+            hint = "use the tensor that the in-place operation returned, or change a copy, logits.clone()"
             raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:
             return self.made.detach()
@@ -197,7 +199,7 @@ class LogitsOnDemand(torch.Tensor):
                 return _all_classes(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
-        """Compute these logits from the parent's.
+        """Compute these logits, a view, cast or copy of the logits `parent`, from the values of `parent`.
 
         If these logits are a copy (`clone`) and the parent was changed in place, the parent's values from before
         the change are taken; a view shows the change.
@@ -215,7 +217,7 @@ class LogitsOnDemand(torch.Tensor):
         with self.head.reading():
             version = self.head.linear.weight._version
         if version != self.version:
-            hint = 'read the logits before optimizer.step(), or load with kernels="reference"'
+            hint = 'read the logits before optimizer.step(), or load the model with kernels="reference"'
             problem = "logits are computed when first read, here after the weights have changed"
             raise SlapoError("output", "logits", problem, hint)
 
@@ -242,7 +244,7 @@ class LogitsOnDemand(torch.Tensor):
             if func is torch.Tensor.register_hook and _is_of_an_engine(*args, **kwargs):
                 return func(*args, **kwargs)
             if func in _OF_GRADIENT and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
-                hint = 'load with kernels="reference"'
+                hint = 'load the model with kernels="reference", whose loss reads the logits'
                 problem = "the loss was computed without these logits, so they have no gradient"
                 raise SlapoError("output", f"logits.{func.__name__}()", problem, hint)
             if isinstance(x, LogitsOnDemand) and torch.is_grad_enabled() and x.untouched():

@@ -18,7 +18,7 @@ MOST_COLUMNS = 8192  # longer rows spill registers
 
 
 def fits_registers(columns: int, x_bias: bool) -> bool:
-    """Return whether the backward's column sums (dw, db and, with `x_bias`, a third one) fit into registers."""
+    """Return whether sums of `columns` elements (dw, db, with `x_bias` dx_bias) fit into registers in a norm's backward."""
     return columns <= (MOST_COLUMNS // 2 if x_bias else MOST_COLUMNS)
 
 

@@ -44,7 +44,8 @@ def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
     """Run the forward of `core`, the child that computes softmax(q k^T) v, with this kernel if it supports the arguments,
-    else as defined; return (output, attention weights or None). `options` are those of attention in `transformers`.
+    else by its class's forward; return (output, attention weights or None). `options` are the keyword arguments of an
+    attention function of `transformers` (scaling, is_causal, ...).
     """
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)

@@ -94,8 +94,8 @@ def _forward(
     """Run T5Attention.forward (same arguments) with this kernel; return (output, bias table, None).
 
     The table, weight [buckets, H], goes to the next layer as `position_bias`. The class's own forward, which makes a
-    bias [1, H, S, T], runs for packed sequences, under a compiler, with a cache that holds tokens, and after a layer
-    that returned a bias of this shape. In the last two cases the next layer gets this bias instead of the table.
+    bias [1, H, S, T], runs for packed sequences, under a compiler, with a cache that holds tokens, and if `position_bias`
+    has this shape. In the last two cases that bias is returned instead of the table.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
@@ -153,8 +153,10 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the kernel's dropout arguments, {"keep": mask} or {"seeds": seeds, "p": p}; {} without dropout. The
-    model's schedule draws mask or seeds; without a schedule new seeds are drawn.
+    """Return the kernel's dropout arguments, {"keep": mask} or {"seeds": seeds, "p": p}; {} without dropout.
+
+    If the T5Attention `module` has the child `core_attn`, which slapo_zoo adds so that dropout is the same on every mesh,
+    the random stream of that child draws the mask or the seeds; otherwise torch's generator draws new seeds.
     """
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:

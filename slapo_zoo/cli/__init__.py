@@ -1,4 +1,4 @@
 """The command line: commands, the data of a training run, and `train`.
 
-Imports packages of all lower floors (see CONTRIBUTING.md); no other package imports it.
+It may import every other package of slapo_zoo, and none of them imports it.
 """

@@ -83,7 +83,7 @@ def command(
 
 
 def take_mesh(layout: dict[str, Any], rank: int = 0) -> Any:
-    """Remove tp, pp, dp and cp from `layout` (flag --> value); return the mesh of these sizes, as `rank` sees it."""
+    """Remove tp, pp, dp and cp from `layout` (flag --> value); return a Mesh of these sizes with the coordinates of `rank`."""
     from slapo_zoo.parallel.mesh import Mesh
 
     return Mesh(**{name: layout.pop(name) for name in MESH}, rank=rank)
@@ -95,10 +95,11 @@ def sizes_text(mesh: Any) -> str:
 
 
 def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[str, Any]) -> Any:
-    """Return the loader's argument `schedule` for a model: "zoo", or with cp > 1 the sharding rules of its family with
-    how cp ranks shard its tokens, which a tiny model in a separate process finds out if the zoo does not know.
+    """Return what `from_pretrained(schedule=...)` takes for a model on `mesh`: the text "zoo" if cp is 1, else a Table, which
+    has the sharding rules of the model's family and how cp ranks shard the tokens of its inputs.
 
-    `where` is the name of the command, `cls` that of the model's class, `layout` the flags other than the mesh sizes.
+    If the family's own table does not say how, a tiny model is run in a separate process to find out. `where` is the name
+    of the command for errors, `cls` that of the model's class, `layout` the flags (name --> value) but the mesh sizes.
 
     Raises:
         SlapoError: cp cannot shard the tokens of the model, or not together with these flags.

@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def renamed(arguments: Sequence[str]) -> list[str]:
     """Return command-line `arguments` with old names of flags replaced by current ones; print a warning for each.
-    Underscores in flags become hyphens, because scripts for transformers write `--max_steps`. SlapoError is raised for
-    a flag of transformers that `train` has in another form.
+    Underscores in flags become hyphens, because scripts for transformers write `--max_steps`. For a flag of
+    transformers that `train` replaces by another one (--num_train_epochs by --max-steps), SlapoError names the latter.
     """
     command, found = next((word for word in arguments if word[:1] != "-"), ""), []
     for word in arguments:

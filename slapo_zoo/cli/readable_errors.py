@@ -65,7 +65,7 @@ def _say_why(stop: SystemExit) -> None:
 
 
 def check_new_file(path: Path | None, option: str) -> None:
-    """Raise SlapoError if the file given as `option` cannot be written; called before long work."""
+    """Raise SlapoError if `path`, the value of the flag `option`, cannot be written as a file; None passes."""
     if path is None:
         return
     folder = path.absolute().parent

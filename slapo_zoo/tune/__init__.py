@@ -1,4 +1,1 @@
-"""Search for the fastest values of a schedule's knobs by measuring them.
-
-Imports `model`, `tune.planner` and lower.
-"""
+"""Search for the fastest batch size, recomputation, kernels and mesh of a model, by measuring training steps."""

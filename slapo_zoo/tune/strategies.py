@@ -76,11 +76,12 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 def fits(
     grid: Grid, ran: Sequence[int], peaks: Sequence[float], failed: Sequence[int]
 ) -> np.ndarray:
-    """Return the squared probability that a configuration fits into memory, [points]; 1 until one has failed.
+    """Return, for each configuration of the grid, the probability that it fits into memory, squared out of caution: an
+    array [points]. All are 1 until a configuration has failed.
 
-    From measured peaks a linear model of memory is fitted (`Grid.memory_terms`); the limit lies between the
-    highest measured peak and the lowest estimate of a failure. Without peaks, many assumed laws of
-    memory use are averaged, those that agree with the outcomes.
+    If the peaks of three or more are known, a linear model of memory (`Grid.memory_terms`) is fitted to them; the limit
+    lies between the highest peak and the lowest estimate of a failure. Otherwise the probability is averaged over
+    assumed laws of memory use that agree with the outcomes (`_by_laws`).
 
     Args:
         grid: the space.
@@ -239,8 +240,8 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Return the expected gain [points] in log throughput times the probability to fit,
-        averaged over the prior guesses of throughput.
+        """Return the expected gain of each configuration in log throughput, averaged over the prior guesses of throughput
+        (the planner's, or several), times the probability that the configuration fits into memory: an array [points].
 
         `ran` are the numbers of configurations that ran, `known` maps each measured number to its outcome.
         """

@@ -144,7 +144,7 @@ class Workers:
         if outcome.kind != OK:
             why = f"{outcome.kind}: {outcome.message}"
             problem = f"one rank with reference kernels, whose loss all must have, failed: {why}"
-            hint = "remove the cause first; `slapo-zoo bench` trains a model without tuning"
+            hint = "remove this cause first, e.g. choose another model, dtype or device; `slapo-zoo bench` times one configuration"
             raise SlapoError("tune", self.job.model, problem, hint)
         return float(outcome.message.rpartition(" ")[2])
 

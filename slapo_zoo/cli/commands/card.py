@@ -40,7 +40,7 @@ def make(
     auto_class: Head = None,
     cp: Cp = 1,
 ) -> Any:
-    """Write the zoo's schedule for a model as a card: a folder to publish, with no measurements yet."""
+    """Write how slapo_zoo shards and changes a model for one mesh (its schedule) as a card, a folder that can be published."""
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.argument_values import config_of
@@ -77,7 +77,7 @@ def verify(
     model: Annotated[str | None, typer.Option(help="Checkpoint folder or Hub id; default: the card's base model.")] = None,
     full: Annotated[bool, typer.Option(help="Verify the full model, not a small one.")] = False,
 ) -> Any:  # fmt: skip
-    """Compare a model that runs a card's schedule with the plain model, and write the verdict into the card."""
+    """Compare a model changed by a card (a published schedule) with the plain one; write the verdict into the card's folder."""
     from slapo_zoo.errors import CardError
     from slapo_zoo.verify.card_check import verify_card
     from slapo_zoo.zoo.argument_values import config_of
@@ -101,7 +101,7 @@ def verify(
 @app.command()
 @command
 def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> Any:
-    """Compare the schedules (lists of directives) of two cards for one model class, and print a unified diff."""
+    """Print a unified diff of two cards for one model class: of the changes that each makes to modules of the model."""
     from slapo_zoo.errors import CardError
     from slapo_zoo.zoo.cards.resolve_card import load_card
 
@@ -125,7 +125,7 @@ def push(
         str | None, typer.Option(help="Commit sha that must be the newest of the repository.")
     ] = None,
 ) -> Any:
-    """Publish the folder of a card on the Hub as one commit, and print the reference of the card, org/name@sha."""
+    """Publish a card (a folder with a schedule) on the Hub as one commit, and print the card's reference, org/name@sha."""
     from slapo_zoo.zoo.cards.hub import push
 
     found = push(folder, repo_id, private=private or None, tag=tag, parent=parent)

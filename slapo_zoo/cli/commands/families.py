@@ -15,7 +15,7 @@ PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deep
 
 @command
 def list_families() -> Any:
-    """Print the model families that the zoo has a schedule for, and the features of each."""
+    """Print the model families that slapo_zoo can shard, and what each supports: tp, pp, sequence_parallel, experts, ..."""
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.features import MEANINGS, features
 
@@ -35,10 +35,10 @@ def derive(
     auto_class: Head = None,
     write: Annotated[bool, typer.Option("--write", help="Write schedules/<model_type>.py.")] = False,
 ) -> Any:  # fmt: skip
-    """Derive a schedule for a model family that has none, and print it as source of schedules/<family>.py.
+    """Derive the sharding rules of a model family that has none yet, and print them as source of schedules/<family>.py.
 
-    A tiny model of the same config checks the schedule (the proof): outputs, loss and every gradient must equal
-    those of plain `transformers`; all ranks run as threads on the CPU. Unsharded modules are listed with reasons.
+    A tiny model of the same config checks the rules (the proof): outputs, loss and every gradient must equal those of
+    plain `transformers`; all ranks run as threads on the CPU. Modules left unsharded are listed with reasons.
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.derive import derive as prove

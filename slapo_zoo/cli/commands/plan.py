@@ -77,7 +77,8 @@ def plan(
 def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None, rows: int) -> Any:
     """Simulate a training step of one layout.
 
-    Returns (planner's forecast, forecast of each stage, throughput and bottleneck, hardware name).
+    Returns (Forecasted: time and memory, list of a StageForecast per pipeline stage, Worth: throughput, MFU and
+    bottleneck, name of the hardware).
 
     Args:
         planner: planner of the model on that hardware.

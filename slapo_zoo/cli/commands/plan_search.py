@@ -45,7 +45,8 @@ def make_planner(
 def search(
     planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
 ) -> Any:
-    """Search all layouts of `gpus` devices; return (data for --json, text to print), and the error if no layout fits.
+    """Search all layouts of `gpus` devices; return (data for --json, text to print), or, if no layout fits into memory,
+    (data, text, error to raise after printing).
 
     `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds to the text why the
     other layouts do not fit. `write` is the file for the fastest layout's schedule, or None.

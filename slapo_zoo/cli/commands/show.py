@@ -32,7 +32,7 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print a model's schedule: its directives, shapes and bytes per rank, collectives per step; read no weight."""
+    """Print how a model is sharded: the changes to its modules, shapes and bytes per rank, collectives per step; read no weight."""
     import torch
 
     from slapo_zoo.cli.training.checks import row_length
@@ -59,7 +59,9 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, a schedule's survey: directives, shapes, bytes, collectives, kernels."""
+    """Return data for `--json` from `found`, what the function `survey` says of a scheduled model: the changes to its modules
+    ("program"), shapes and bytes per rank, collectives of a step, kernels, tunable options.
+    """
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
@@ -102,7 +104,7 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """Return (name, (unsharded shape, shapes per rank, stages)) of each weight in `found`, the survey of a schedule.
+    """Return (name, (unsharded shape, shapes per rank, stages)) of each weight in `found`, the result of `survey`.
 
     Weights of one name and shape in several blocks become one entry, with `*` for the block number.
     """

@@ -41,7 +41,7 @@ def train(
 ) -> Any:
     """Train a checkpoint on your data: next tokens, masked tokens, labels, pairs, ...
 
-    Keys come from a YAML file (--config), from --set and from flags; a later one of these three wins.
+    Options come from a YAML file (--config), from --set KEY=VALUE and from flags; a later one of these three wins.
     Under torchrun, srun or the deepspeed launcher the command joins their processes; otherwise it
     starts tp * pp * dp * cp local ranks.
     Losses are the same on any mesh, and a checkpoint can be resumed on any other mesh.

@@ -35,7 +35,7 @@ def verify(
         bool, typer.Option(help="Compare training bit by bit with one process instead.")
     ] = False,
 ) -> Any:
-    """Compare the scheduled model with the plain one: outputs, gradients, a training step, dropout, saved files.
+    """Compare the model as slapo_zoo changes it with the plain one: outputs, gradients, a training step, dropout, saved files.
 
     All ranks are threads of one process on the CPU. By default a small model of the same family is
     compared, which takes seconds. Exit code 1 says that something differs.
@@ -100,7 +100,7 @@ def _same_bits(
 
 
 def _refuse_beside_card(given: dict[str, Any]) -> None:
-    """Raise SlapoError if `given` (name of a flag --> value) sets what the schedule given by --schedule fixes."""
+    """Raise SlapoError if `given` (name of a flag --> value) sets an option that the card named by --schedule sets already."""
     from slapo_zoo.errors import SlapoError
 
     for name, value in given.items():
@@ -111,8 +111,8 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
 
 
 def _require_mesh(config: Any, cls: str, mesh: Any, knobs: dict[str, Any]) -> None:
-    """Raise an error if the model cannot be sharded on the mesh, since then the user's flags are wrong, and no schedule
-    is to be verified. `cls` is the head class, `knobs` are the loader arguments other than the mesh sizes.
+    """Raise an error if the user's flags ask for a mesh that cannot shard the model, before a comparison is started that
+    would fail. `cls` is the name of the model class, `knobs` are the loader arguments other than the mesh sizes.
     """
     import torch
 

@@ -83,7 +83,7 @@ def _require(held: Any, what: str, problem: str, hint: str) -> None:
 
 
 def check_engine(options: TrainOptions) -> None:
-    """Raise ConfigError if the engine (torch, deepspeed, megatron) is not installed or cannot do the other options."""
+    """Raise ConfigError if the engine (torch, deepspeed, megatron) is not installed or does not support another option."""
     name, pp = options.engine, options.pp
     problem = f"not supported together with cp={options.cp}"
     _require(options.cp == 1 or not options.exact, "exact", problem, "leave exact out, or use cp=1")
@@ -175,7 +175,9 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Raise ConfigError for options under which the loss of task `pairs` cannot compare all pairs of a step."""
+    """Raise ConfigError for options under which the loss of task `pairs` (texts that belong together, each compared with the
+    other pairs of the step) would see a part of the step only.
+    """
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
@@ -208,10 +210,10 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
 
 
 def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> None:
-    """Raise an error if the mesh cannot shard the model; the schedule is applied on the meta device.
+    """Raise an error if the mesh cannot shard the model; to find out, a model on the meta device is sharded.
 
     Args:
-        mesh: mesh of the processes; with the option `exact`, the mesh whose ranks these processes compute.
+        mesh: mesh of the processes or, with the option `exact`, the larger virtual mesh whose ranks they run as threads.
         options: options of the run.
         head: name of the auto class that selects the model's head.
         config: config of the model.
@@ -237,7 +239,7 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
 
 
 def task_of(config: Any, asked: str | None = None) -> str:
-    """Return the name of the task: `asked`, or for None the one that the model family is pre-trained on.
+    """Return the name of the task ("causal", "masked", "classify", ...): `asked`, or for None the one of pre-training.
 
     ArchitectureError is raised if the family has no head for the task.
     """

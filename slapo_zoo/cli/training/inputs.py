@@ -35,7 +35,7 @@ class Inputs:
     tokenizer: Any = None
 
     def summary(self) -> str:
-        """Return one line that describes the task, the rows, and whether documents are masked."""
+        """Return one line of text on the task, the number of rows, and whether documents in a row see each other."""
         task, held = self.batches.task, self.held_out
         what = f"{len(self.batches.rows)} rows" if isinstance(self.batches, Batches) else "a stream of rows"  # fmt: skip
         what += f" of up to {task.seq_len} tokens"
@@ -90,7 +90,9 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Return a task of type `cls` for `data`; label names come from config.id2label if it has all, else the data."""
+    """Return a task of type `cls`, which makes model inputs and labels from `data`, a data set that is not tokenized. Names
+    of classes come from config.id2label if it has all that the data have, else from the data.
+    """
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)

@@ -76,7 +76,7 @@ def train(options: TrainOptions, inputs: Inputs) -> tuple[list[float], int, int]
 
 
 def load(options: TrainOptions, task: Task | None = None) -> Any:
-    """Return this rank's part of the scheduled model, loaded with the head of the task (None: a causal LM head)."""
+    """Load the model that the options name and return this rank's shard, with the head of `task` (None: a causal LM head)."""
     import transformers
 
     from slapo_zoo.model.load.auto import AutoScheduledModel
@@ -321,8 +321,8 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
 
 @on_each_rank
 def ledgers_of(model: Any) -> list[Ledger]:
-    """Return the record of what a rank read while loading, for each rank of the mesh (with the option `exact`, of the
-    mesh that it names); all ranks call this together.
+    """Return a list, by rank of the mesh, of the record of what that rank read while loading. All processes call this
+    together; with the option `exact` the ranks are those of the virtual mesh, which run as threads.
     """
     return together(model.mesh, "load", lambda: model.ledger)
 

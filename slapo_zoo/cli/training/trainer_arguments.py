@@ -14,7 +14,8 @@ SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "opt
 
 
 def arguments_of(options: TrainOptions) -> TrainingArguments:
-    """Return the arguments of Trainer that follow from `options`; what model or engine handle is left out.
+    """Return the TrainingArguments that follow from `options`: optimizer, logging, evaluation, saving. Precision, parallelism
+    and accumulation keep their defaults, because the model and its engine handle them.
 
     ConfigError is raised for an entry of `trainer` that TrainingArguments refuses, e.g. tf32 on a CPU.
     """

@@ -1,4 +1,3 @@
-"""Planner: simulate which layout (tp, pp, dp, micro-batches, recomputation) fits a cluster and is fastest.
-
-Imports `zoo.cards`, `zoo` and lower.
+"""Planner: predict by simulation which layouts (tp, pp, dp, micro-batches, recomputation) of a model fit into the
+memory of a cluster's devices, and which of them trains fastest.
 """

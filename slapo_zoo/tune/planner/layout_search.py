@@ -258,7 +258,7 @@ class Planner:
         return replace(found, total=found.total + scratch, working=found.working + scratch)
 
     def on(self, hardware: Hardware, precision: str | None = None) -> "Planner":
-        """Return a planner of the same model on other devices; both planners share the measured costs of the model.
+        """Return a planner of the same model on other devices; both planners share the dry runs of the model.
 
         Args:
             hardware: profile of the devices.
@@ -307,10 +307,11 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies under `layout`, an int for each call of a block, embedding or head, a dict).
+        """Return (recompute policies under `layout`, an int for each call of a block, embedding or head in the forward, a
+        dict in which the caller caches memory and time of stages).
 
-        Two calls have equal ints if they cost the same in `profile`. So stages with equal ints cost the same, and the
-        caller caches memory and time of a stage in the dict, by its ints. `what` is the key of the cached result.
+        Two calls have equal ints if they cost the same in `profile`, so stages that are equal sequences of ints cost the
+        same: the sequence is the key of a stage in the dict. This result is itself cached, under the key `what`.
         """
         if what in self._stages:
             return self._stages[what]

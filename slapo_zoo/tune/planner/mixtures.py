@@ -2,7 +2,8 @@
 limit.
 
 A mixture has one choice per block. Block after block, a mixture is dropped if another mixture takes fewer bytes and
-seconds; of those left at the end the fastest that fits is taken. Of over MOST (400), one per range of bytes is kept.
+seconds; of those left at the end the fastest that fits is taken. If more than MOST (400) are left at a block, their
+bytes are divided into 400 ranges, and the fastest mixture of each range is kept.
 """
 
 from collections.abc import Sequence

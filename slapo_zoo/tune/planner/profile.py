@@ -181,7 +181,7 @@ class Recompute:
     shares: int = 1
 
     def of(self, name: str) -> str:
-        """Return the policy of the block, embedding or head at path `name`: "keep", "recompute" or one of `policy`."""
+        """Return the policy of the module at path `name`: "keep", "recompute", "save_matmuls", "attention", "offload", "sharded"."""
         found = self.policy if name in self.blocks else "keep"
         return self.each.get(name, found) or "recompute"
 

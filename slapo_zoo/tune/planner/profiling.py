@@ -90,15 +90,17 @@ class Family:
         return model, block_paths(Schedule(model, Mesh()), self.table)
 
     def _small(self) -> Any:
-        """Return the config of a model with three blocks per stack; None if blocks differ, are few, or not counted."""
-        kinds = _kinds(self.blocks)
+        """Return the config of a model with three blocks per stack. The result is None if the blocks of a stack differ, if
+        stacks have few blocks, or if no config field holds their number.
+        """
+        kinds = _stacks(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
             return None
         for kind in kinds.values():
             if len({_shapes(self.model, block) for block in kind[1:]}) > 1:
                 return None
         small = shorter(self.config, {len(kind) for kind in kinds.values()})
-        kept = [] if small is None else map(len, _kinds(self._built(small)[1]).values())
+        kept = [] if small is None else map(len, _stacks(self._built(small)[1]).values())
         return small if set(kept) == {KEPT_BLOCKS} else None
 
     def profile(
@@ -115,7 +117,7 @@ class Family:
             sequence_parallel: tp ranks shard the tokens too.
             seq_len: tokens of a row.
             dtype: dtype of the parameters.
-            attention: attention backend.
+            attention: attention implementation of `transformers`, e.g. "sdpa"; None takes the default.
             on_cpu: whether the model would run on a CPU.
             scores: whether attention with dropout writes its scores to memory.
             parts: whether under sequence parallelism a rank keeps only its own tokens for the backward.
@@ -153,7 +155,7 @@ class Family:
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
         """Return (path, value) pairs of the full model from those of the smaller, whose middle block stands for all."""
-        found, kinds = [], _kinds(self.blocks) if self.is_small else {}
+        found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")
             names = kinds.get(kind, [name])
@@ -166,7 +168,7 @@ class Family:
         return found
 
 
-def _kinds(blocks: list[str]) -> dict[str, list[str]]:
+def _stacks(blocks: list[str]) -> dict[str, list[str]]:
     """Return {path of a module list (stack of blocks): paths of its blocks} for the paths `blocks`."""
     kinds: dict[str, list[str]] = {}
     for block in blocks:
@@ -294,7 +296,8 @@ def dry_run(
         batch = cut_example(outline.model, batch, mesh.cp, outline.state.positions)
     if not any(name.startswith(("label", "start_pos")) for name in batch):
         problem = f"{outline.cls.__name__} has no loss that the planner knows"
-        raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
+        hint = "name a class that takes labels in `architectures` of the config, or as auto_class="
+        raise ArchitectureError("plan", "model", problem, hint)
     _untie(model, mode)
     cores = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == ATTRIBUTE]
     tape = Tape(model, outline.units, cores, last=outline.units[-1])
@@ -330,7 +333,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give every module its own copy of tied parameters, made under the FakeTensorMode `mode`, so that each copy counts."""
+    """Give each module that shares a tied parameter a copy of its own (under the FakeTensorMode `mode`), to count each use."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -70,8 +70,8 @@ def collective_seconds(
 ) -> float:  # fmt: skip
     """Return the seconds of `count` collectives over a group of `ranks` devices, `stride` ranks apart, of `hardware`.
 
-    `moved` is the bytes that a rank sends in all these collectives, in a ring of many ranks. `cards` is the
-    number of network cards per node that carry the ring; None: one per rank of the node.
+    A rank sends `moved` * (ranks - 1) / ranks bytes in all these collectives together. `cards` is the number of network
+    cards per node that carry the ring; None: one per rank of the node.
     """
     if ranks == 1:
         return 0.0
