@@ -1,7 +1,8 @@
 """Triton kernels of blocked_attention.py: tiles of scores in registers, online softmax, no atomics.
 
 The forward follows FlashAttention-2 (Dao 2023, arXiv:2307.08691). One backward kernel loops over keys for dq and the
-gradient of the bias table (a bias per head and range of distances of query and key), another over queries for dk and dv. The table's gradient is a partial sum per head, batch row and block of queries; these are added in a fixed order.
+gradient of the bias table (a bias per head and range of distances of query and key), another over queries for dk and
+dv. The table's gradient is a partial sum per head, batch row and block of queries; these are added in a fixed order.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false

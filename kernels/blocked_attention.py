@@ -23,7 +23,7 @@ LARGEST_HEAD = 128  # head dim; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """Arguments of the attention operators after q, k and v, in this order; `attention` describes each of them."""
+    """Arguments of attention besides q, k and v (bias table, masks, dropout, scale, ...); `attention` describes each of them."""
 
     table: Tensor | None = None
     classes: Tensor | None = None
@@ -91,7 +91,7 @@ def attention(
 
 
 def cannot(q: Tensor) -> str:
-    """Return why the Triton kernels cannot serve queries [..., D], or ''."""
+    """Return why the Triton kernels cannot compute attention of queries q [..., D] (dtype, head dim), or '' if they can."""
     if q.dtype not in TRITON_DTYPES:
         return f"{str(q.dtype)[6:]} has no Triton kernel"
     if q.dtype == torch.float32 and q.device.type != "cpu":
@@ -104,8 +104,9 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of q [B, H, S, D] with all weights [B, H, S, T] in memory; the backward recomputes nothing. The
-    arguments are those of `attention`, which computes block by block.
+    """Compute attention of q [B, H, S, D] with all weights [B, H, S, T] in memory; the backward recomputes nothing.
+    `table` [H, C] is a bias per head and class, `classes` the class of each distance, `keep` or `seeds` give the dropout
+    mask; all arguments are those of `attention`, which computes block by block.
     """
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale

@@ -174,7 +174,7 @@ class LogitsOnDemand(torch.Tensor):
     def numbers(self) -> Tensor:
         """Return the values of the logits without an autograd graph."""
         if self.changed():
-            problem = "the logits were changed in place, and this use would miss the gradient"
+            problem = "the logits were changed in place, and this operation would lose the gradient of the change"
             hint = "use the tensor that the in-place operation returned, or change a copy, logits.clone()"
             raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:

@@ -79,7 +79,7 @@ class Scope:
     Args:
         device: name and number of the devices.
         model: name of the model and a hash of its config.
-        schedule: hash of the schedule or of the training script.
+        schedule: name of the sharding rules; "zoo" for those that slapo_zoo has for the model family.
         versions: package --> version, of the software that was measured.
         setting: other fixed settings by name: tokens per row, dtype, memory limit.
     """

@@ -63,7 +63,7 @@ def _check_values(name: str, values: list[Any]) -> None:
     knob = KNOBS.get(name, KNOBS["tp"])  # symbols that are no knobs are counts
     if bad := [value for value in values if not knob.fits(value)]:
         problem = f"found {bad[0]!r}, expected {knob.expected}"
-        raise SlapoError("tune", f"--symbol {name}", problem, "correct the values of --symbol")
+        raise SlapoError("tune", f"--symbol {name}", problem, "correct or remove this value")
 
 
 UNSAID = ("loss_type",)  # config fields that transformers reads but no config class defines

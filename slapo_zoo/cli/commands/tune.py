@@ -82,7 +82,8 @@ def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
     """
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
-    return SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
+    hint = "correct what this error names; for a lack of memory or time make the batch smaller, or raise --memory or --timeout"
+    return SlapoError("tune", "search", problem, hint)
 
 
 def _of_model(

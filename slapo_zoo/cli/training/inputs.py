@@ -206,4 +206,5 @@ def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptio
     found = max(used, *(most_of(rows, name, "list_flatten") for name in names))
     if found >= size:
         problem = f"found token id {found}, but the model's vocabulary has {size} tokens"
-        raise DataError(options.model, "tokenizer", problem, "pass the tokenizer of this model")
+        hint = "save this model's own tokenizer beside its weights: tokenizer.save_pretrained(folder)"
+        raise DataError(options.model, "tokenizer", problem, hint)

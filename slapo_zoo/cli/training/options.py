@@ -173,7 +173,7 @@ class ConfigLoader(yaml.SafeLoader):
         """Return the YAML mapping `node` as a dict; raise YAMLError for a repeated key."""
         names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.YAMLError(f"found the key {twice[0]!r} {len(twice)} times, expected once")
+            raise yaml.YAMLError(f"found the key {twice[0]!r} {len(twice)} times, keep one of them")
         return super().construct_mapping(node, deep)
 
 
@@ -320,19 +320,19 @@ def _out_of_bounds(key: str, value: Any) -> str | None:
 
 def _is(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"found {value!r}, expected a value of type {kind.__name__}")
+        raise ValueError  # `_value` says what was expected
     return value
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool):
-        raise ValueError(f"found {value!r}, expected a number")
+        raise ValueError
     return float(value)
 
 
 def _integer(value: Any) -> int:
     if _number(value) % 1:
-        raise ValueError(f"found {value!r}, expected an integer")
+        raise ValueError
     return int(_number(value))
 
 

@@ -153,7 +153,7 @@ class StageTime:
         backward_s: seconds of the backward, recomputation included.
         flops: floating-point operations of forward plus backward on one rank, recomputation included.
         comm: bytes that a rank sends over tp.
-        received: bytes received from the stage before.
+        received: bytes received from the previous stage.
         units: number of units; ZeRO gathers and reduces each unit in a collective of its own.
         cut_comm: bytes that a rank sends over cp.
     """
