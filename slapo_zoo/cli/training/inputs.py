@@ -206,5 +206,5 @@ def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptio
     found = max(used, *(most_of(rows, name, "list_flatten") for name in names))
     if found >= size:
         problem = f"found token id {found}, but the model's vocabulary has {size} tokens"
-        hint = "save this model's own tokenizer beside its weights: tokenizer.save_pretrained(folder)"
+        hint = "save this model's tokenizer beside its weights: tokenizer.save_pretrained(folder)"
         raise DataError(options.model, "tokenizer", problem, hint)
