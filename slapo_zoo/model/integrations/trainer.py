@@ -155,7 +155,7 @@ class ScheduledTrainer(Trainer):
             self._evaluates, self.args.average_tokens_across_devices = False, average
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the context in which Trainer computes a loss: autocast if `bf16=True`, else a context without effect."""
+        """Return the context in which Trainer computes a loss: autocast if `bf16=True`, else one without effect."""
         if not self.args.bf16:
             return nullcontext()
         kind, dtype = self.args.device.type, torch.bfloat16

@@ -93,7 +93,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
     """Return on all ranks the JSON data of proven sharding rules (a table), or {"error_of": arguments of a SlapoError}.
 
-    Rank 0 reads them from the cache `file`, or starts a process that derives and proves them for `request` (config, class, ...).
+    Rank 0 reads them from the cache `file`, or starts a process that proves them for `request` (config, class, ...).
     """
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None

@@ -25,7 +25,7 @@ AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
 
 
 class Trust(NamedTuple):
-    """Trust in a schedule card: `remote_code` lets its `schedule.py` run; `verify` is "quick" (test it first) or "off"."""
+    """Trust in a schedule card: `remote_code` lets its `schedule.py` run; `verify` is "quick" (test it) or "off"."""
 
     remote_code: bool = False
     verify: str = "quick"
