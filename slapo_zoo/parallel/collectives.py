@@ -178,7 +178,9 @@ def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Return this rank's slice [.., s, ..] of an x [.., n * s, ..] equal on all ranks; the gradient is all-gathered."""
+    """Return this rank's slice [.., s, ..] along `axis` of an x [.., n * s, ..] that is equal on all n ranks; the
+    gradient is all-gathered.
+    """
     return _along(x, axis, group, slice_along, gather_along)
 
 
@@ -194,8 +196,8 @@ def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tens
 
 
 def begin_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start to send x to the next rank of the group, and return a function that waits for the x of the rank before;
-    no gradient. x has one shape on all ranks.
+    """Start to send x to the next rank of the group (the last sends to the first); return a function that waits for the
+    x of the rank before and returns it, without a gradient. x has one shape on all ranks.
     """
     n, r = group_size(group), group_rank(group)
     flat = x.contiguous().view(-1)

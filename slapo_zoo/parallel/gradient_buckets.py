@@ -93,7 +93,7 @@ class Bucket:
 
     def _copy(self, grads: list[Any]) -> None:
         """Copy the gradients `grads` (None: zeros) into a new flat tensor. A `.grad` becomes a view of
-        that tensor, unless it is a view of another one already, or sharded over dp.
+        that tensor, unless it is a view of another flat tensor already, or sharded over dp.
         """
         like = held_here(self.parameters[0])
         size = sum(self.sizes) + len(self.sizes)

@@ -1,6 +1,6 @@
 """Placement: which elements of a sharded tensor a rank holds; load, save, reshard and verify all use it.
 
-Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r` a coordinate on it.
+It computes with integers only, without tensors or process groups. `n` is the size of the mesh dim, `r` a coordinate.
 """
 
 from dataclasses import dataclass

@@ -224,7 +224,12 @@ def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: in
         problem = (
             f"found {num_stages} stages, but only {len(may_cut)} blocks after which a stage may end"
         )
-        raise MeshError("pipeline", "stages", problem, f"choose at most {len(may_cut) + 1} stages")
+        raise MeshError(
+            "pipeline",
+            "stages",
+            problem,
+            f"choose pp and stages_per_rank whose product is at most {len(may_cut) + 1}",
+        )
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

@@ -24,9 +24,8 @@ def record_step(
     """
     pipeline = model._slapo.pipeline
     if pipeline is None:
-        raise MeshError(
-            "record_step", "pp=1", "this model has no pipeline", "load it with pp=2 or more"
-        )
+        hint = "load the model with pp=2 or more"
+        raise MeshError("record_step", "pp=1", "this model has no pipeline", hint)
     group = model.mesh.group("pp")
     dist.barrier(group)
     pipeline.spans = []

@@ -37,7 +37,9 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Interval in which a rank computes nothing; `kind` is "idle" until its input is computed, then "communication"."""
+    """Interval in which a rank computes nothing; `kind` is "idle" until another rank has computed the input that
+    it waits for, then "communication".
+    """
 
     rank: int
     kind: str

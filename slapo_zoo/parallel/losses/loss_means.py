@@ -124,7 +124,9 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             self.in_own = False
         if not getattr(loss, _SHARE, False):
-            problem = "its loss_function returns something else than a sum of such mean losses times constants"
+            problem = (
+                "loss_function returns something else than a sum of mean losses times constants"
+            )
             raise _refusal(problem, OF_OWN)
         return loss
 
@@ -220,7 +222,7 @@ class GlobalMeans(TorchFunctionMode):
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
     """Return whether an operation on mean losses gives a linear combination of them: an addition does, and a product
-    with a constant. `name` is the operation's name in torch; arguments that are such combinations carry a mark.
+    with a constant. `name` is the operation's name in torch; those of `args` that are combinations carry a mark.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

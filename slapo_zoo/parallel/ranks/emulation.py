@@ -178,7 +178,7 @@ def emulate(
     """
     if dist.is_initialized():
         problem = "this process has a process group already"
-        hint = "start Python without torchrun or srun to emulate, and outside of another emulate"
+        hint = "start Python without torchrun or srun to emulate, and do not nest emulate"
         raise MeshError("emulate", f"mesh={mesh}", problem, hint)
     size = Mesh(*mesh).world_size
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

@@ -56,7 +56,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return the seeds of a dropout mask without the first `elements` elements of each block; `seeds` has one per block."""
+    """Return seeds [n] of the dropout mask of `seeds` [n] (one per block) without the first `elements` of each block."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip

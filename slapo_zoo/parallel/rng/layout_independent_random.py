@@ -188,8 +188,8 @@ class RandomStream(StreamPosition):
     def keep_columns(
         self, x: Tensor, p: float, site: Where, run: tuple[int, int], size: int
     ) -> Tensor:
-        """Return the dropout mask (0 or 1/(1-p)) of an x whose last axis is the range `run` of an
-        axis of length `size`.
+        """Return the dropout mask (0 or 1/(1-p)) of an x whose last axis is the range `run` (first,
+        one past the last) of an axis of length `size`.
 
         The mask of the unsharded axis is drawn on every rank and sliced; a dropout in T5's
         feed-forward needs this. `site` is the path of the module that drops.
