@@ -102,10 +102,10 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
     if table.positions_of(cls) is None:
         load_tables()
         known = sorted(each for other in ZOO.values() for each in other.cut_tokens)
-        problem = f"{name} is not known to train right with tokens sharded over cp"
-        raise ArchitectureError("zoo", what, problem, f"use cp=1; cp runs for {', '.join(known)}")
+        problem = "the class is not known to train right with tokens sharded over cp"
+        raise ArchitectureError(name, what, problem, f"use cp=1; cp runs for {', '.join(known)}")
     if getattr(config, "token_dropout", False):
         problem = (
             "the config's token_dropout=True needs all tokens of a row, and a cp rank has some"
         )
-        raise ArchitectureError("zoo", what, problem, "pass token_dropout=False, or use cp=1")
+        raise ArchitectureError(name, what, problem, "pass token_dropout=False, or use cp=1")

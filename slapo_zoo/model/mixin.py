@@ -98,7 +98,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def train(self, mode: bool = True) -> Any:
         """Set training mode, or evaluation if `mode` is False; return the model.
 
-        Training mode copies memory-mapped weights that are trained into memory; parameters stay the same objects.
+        In training mode memory-mapped weights with `requires_grad` are copied into memory, in the same Parameter objects.
         """
         if mode and self.ledger.mapped:
             model: Any = self
@@ -341,8 +341,8 @@ class Scheduled(Structure, Generates, Recomputes):
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> None:
         """Upload the weights as plain `transformers` reads them, and the schedule as a card (JSON file and README).
 
-        A collective call of all ranks, which need a temporary folder that all can reach. A load with
-        `schedule=repo_id` then uses the same schedule, unless it has a Python function, which cannot be published.
+        A collective call of all ranks; rank 0's temporary folder (TMPDIR) must be one that all ranks reach. A load with
+        `schedule=repo_id` then uses that schedule. A schedule with a Python function is left out, with a warning.
 
         Args:
             repo_id: org/name on the Hub; created if it does not exist.

@@ -148,9 +148,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
-        raise SlapoError(
-            "adapter", repr(name), f"the model has no such adapter; its adapters: {known}", hint
-        )
+        raise SlapoError("adapter", repr(name), f"no such adapter; the model has {known}", hint)
     if not grads and (whole := _trained_tensors(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -302,9 +300,7 @@ def _rule(
         problem = "the module's weight is sharded over a padded vocabulary, where adapters are not supported"
         raise _refusal(path, problem)
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
-        problem = (
-            f"the schedule has the collective {other[0]!r} at this module, expected 'all_reduce'"
-        )
+        problem = f"the schedule uses {other[0]!r} at this module, expected 'all_reduce'"
         raise _refusal(path, problem)
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
@@ -318,9 +314,8 @@ def _rule(
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
         problem = "the weight is sharded over inputs, but the schedule does not all-reduce the module's output"
-        raise _refusal(
-            path, problem, 'add sync("fwd_post", "all_reduce") to the schedule at this module; or '
-        )
+        change = 'add sync("fwd_post", "all_reduce") at this module to the schedule, or '
+        raise _refusal(path, problem, change)
     return (replace(how, axis=1), *here), tokens
 
 
@@ -363,9 +358,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
     """Fill `values` (key --> tensor) from an adapter's files; SlapoError if a key in the files is not in `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
-            problem = (
-                f"the files have {len(unknown)} tensors that the model does not have: {unknown[:3]}"
-            )
+            problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
             hint = "load an adapter that was saved for this model class and number of blocks"
             raise SlapoError(str(folder), "adapter", problem, hint)
         targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}

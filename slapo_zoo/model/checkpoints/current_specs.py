@@ -104,7 +104,7 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return a function (folder) that writes all files of a save but the weights: configs, tokenizer and perhaps a card.
+    """Return a function (folder) that writes all files of a save but the weights: configs, tokenizer, card if `published`.
 
     Args:
         model: a scheduled model.

@@ -133,21 +133,14 @@ def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
         saved: state dict in the checkpoint.
         own: state dict of the given scheduler.
     """
+    hint = "pass a scheduler of the saved class, made with the saved arguments"
     for name in sorted(saved.keys() ^ own.keys(), key=str):
-        who = (
-            "the scheduler that you passed lacks this attribute"
-            if name in saved
-            else "the saved scheduler lacks this attribute"
-        )
-        hint = "pass a scheduler of the saved class, made with the saved arguments"
-        raise WeightsError(str(path / FILE), f"scheduler.{name}", who, hint)
+        problem = f"the {'scheduler that you passed' if name in saved else 'saved scheduler'} lacks this attribute"
+        raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
     for name, value in saved.items():
         kinds = _kind(value), _kind(own[name])
         if None not in (value, own[name]) and kinds[0] != kinds[1]:
-            problem = (
-                f"the checkpoint has {value!r:.60}, the scheduler that you passed {own[name]!r:.60}"
-            )
-            hint = "pass a scheduler of the saved class, made with the saved arguments"
+            problem = f"the checkpoint has {value!r:.60}, your scheduler has {own[name]!r:.60}"
             raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
 
 

@@ -42,9 +42,8 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: the `data_position` that each dp rank passed to `save_checkpoint`; a single one if all were
-            equal.
-        extras: the `extra` that each dp rank passed to `save_checkpoint`; a single one if all were equal.
+        data_positions: the `data_position` that each dp rank passed to `save_checkpoint`; one value if all were equal.
+        extras: the `extra` that each dp rank passed to `save_checkpoint`; one value if all were equal.
         copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
     """
 
@@ -158,7 +157,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Check that the model can be saved, and exchange what all ranks will write; return the save, ready to be written.
+    """Check that the model can be saved, collect the states of optimizers and random generators; return a save to write.
 
     `mine` is {"step": ..., "data_position": ..., "extra": ...} as the user passed it on this rank.
     """
@@ -229,9 +228,8 @@ class _Save:
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
         """Merge the reports of all ranks into the training state to save; WeightsError if optimizers or steps differ.
 
-        Args:
-            found: reports of the ranks, as `describe` returns them: (digest of the optimizer's record, the record or
-                None, states of the random generators, {"step": ..., "data_position": ..., "extra": ...}).
+        `found` has the report of each rank: (digest of the optimizer's record, the record or None, {random generator:
+        state}, {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):

@@ -71,7 +71,7 @@ class Sharded(DataParallel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Context for forward and backward of a micro-batch; in ZeRO stage 1 the last one's end reduces gradients."""
+        """Context for forward and backward of a micro-batch; in ZeRO stage 1 the end of the last one reduces gradients."""
         with super().micro_batch(is_last):
             yield
         if is_last:
@@ -232,7 +232,7 @@ def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, 
 
 
 def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
-    """Raise MeshError if `dp_shard=` does not divide dp or meets another engine, or `zero_stage=` lacks `dp_shard=`.
+    """Raise MeshError if `dp_shard=` does not divide dp or is given with an engine, or `zero_stage=` lacks `dp_shard=`.
 
     Args:
         mesh: mesh of the model.

@@ -161,7 +161,7 @@ class Block:
 
 
 class Blocks:
-    """Transformer blocks of one rank, each of whose parameters ZeRO-3 gathers when the block runs.
+    """Transformer blocks of one rank; ZeRO-3 gathers the parameters of each block when that block runs.
 
     Args:
         computes: dtype in which the model computes; None takes the dtype of its parameters.

@@ -22,7 +22,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class InputGradients:
-    """Tensors outside a model that get gradients in one step: entries of the batch, and trained parameters behind them.
+    """Tensors outside a model that get gradients in a step: batch entries, and parameters that batch or loss use.
 
     With pipeline stages, detached copies replace the entries in the batch.
 
