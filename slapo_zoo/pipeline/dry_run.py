@@ -5,7 +5,7 @@ computed on real data beside the fake tensors, and the result holds for every ba
 read are the same. Inside a unit (block, embedding, head), a module that branches on other data (experts) is assumed to
 return a tensor like its input; stages check that assumption against real outputs.
 
-Ranks that are threads, and later models with the same class, config, mesh sizes and recorded changes, share a dry run.
+Ranks that are threads, and later models with the same class, config, mesh sizes and changes to modules, share a dry run.
 """
 
 import json

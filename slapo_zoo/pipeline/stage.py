@@ -135,11 +135,10 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Return whether a weight of the stage is used in several places, so that its backward cannot be split into two
-    parts.
+    """Return whether a weight is used in several places, so that the stage's backward cannot be split into two parts.
 
-    A place is an operation that depends on an input of the stage, or an output of the stage that depends on no input. A
-    weight of the user's loss that is no parameter of the stage counts too: torch would give it no gradient.
+    The weight's values then enter several operations on the way from the stage's inputs to its outputs, or also outputs
+    that depend on no input. True also if the user's loss has its own parameter, to which torch gives no gradient.
 
     Args:
         outputs: outputs of the stage.

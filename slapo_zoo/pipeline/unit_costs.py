@@ -85,7 +85,7 @@ def usual_tokens(config: Any) -> int:
 
 
 def row_length(config: Any, seq_len: int | None) -> int:
-    """Return the number of tokens per row: `seq_len`, or by default `usual_tokens`.
+    """Return the number of tokens per row: `seq_len`, or if it is None the model's positions, at most 512.
 
     Raises:
         MeshError: `seq_len` exceeds the positions of the model.

@@ -33,7 +33,7 @@ class Heart:
         store: key-value store of the process group.
         rank: this rank.
         size: number of ranks.
-        begun: collectives that this rank has begun, kept current by the rank itself.
+        begun: counts of the collectives that this rank has begun, which the rank itself updates in place.
 
     Attributes:
         error: JSON of the first error that a rank has published, or "".
