@@ -94,7 +94,7 @@ def add_adapter(
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
-    """Call `inject`, which inserts peft's layers; SlapoError on all ranks if a pipeline stage has no target module."""
+    """Call `inject`, which inserts peft's layers; SlapoError on all ranks if a stage has no target module of LoRA."""
     from peft.tuners.tuners_utils import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
@@ -165,7 +165,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which placeholders of the shape before ZeRO replace parameters that ZeRO shards, for peft to read."""
+    """Context in which placeholders of the shape before ZeRO replace parameters that ZeRO shards, as peft reads shapes."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -322,7 +322,7 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if tp shards the input features of LoRA's `dropout` in unequal parts; the masks are equal slices.
+    """Raise SlapoError if tp shards the inputs of LoRA's `dropout` in unequal parts, as each rank draws an equal mask slice.
 
     `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
     """

@@ -93,7 +93,7 @@ def of_all(mine: Tensor, group: Any = None) -> Tensor:
 
 
 def digest(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return a 64-bit hash of the sizes and of a sample of the values of a batch, as a scalar tensor on its device."""
+    """Return a 64-bit hash of the sizes and of a sample of the values of a batch, as a scalar on the batch's device."""
     total = torch.zeros((), dtype=torch.int64, device=next(iter(batch.values())).device)
     for number, name in enumerate(sorted(batch), start=1):
         x = batch[name]
@@ -118,7 +118,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError if ranks of one pipeline stage have different numbers of gradient hooks; `found` has each rank's."""
+    """Raise MeshError if ranks of a pipeline stage have different numbers of gradient hooks; `found` lists these numbers."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:

@@ -1,9 +1,9 @@
 """After any backward each rank's `.grad` is its shard of the gradient that one process would compute.
 
-The plan of a rank lists, for each parameter, the ranks over which its gradient is summed. A hook on each
-parameter sums its gradient over tp before autograd adds the gradient to `.grad`, so that a user's hooks see the sum.
-Over dp `.grad` is averaged as in DDP, bucket by bucket while the backward continues. In `train_step` the average over
-dp runs in the backward of the last micro-batch, and the sums over tp and pp run after that backward.
+The plan of a rank lists, for each parameter, the ranks over which its gradient is summed. In a user's own loop a hook
+on each parameter sums its gradient over tp before autograd adds the gradient to `.grad`, so that the user's hooks see
+the sum; over dp `.grad` is averaged as in DDP, bucket by bucket while the backward continues. In `train_step` the
+average over dp runs in the backward of the last micro-batch, and the sums over tp and pp run after that backward.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Hook parameter `p` of this name, unless it is hooked, to reduce its gradient over ranks; return `p`."""
+        """Hook parameter `p`, unless it is hooked, to reduce its gradient as the plan says for `name`; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad

@@ -68,7 +68,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor that makes a gradient which every rank has in full, of a weight-only loss term, count once.
+    """Return the factor by which a weight-only loss term, whose gradient every rank has in full, counts once in sums.
 
     The factor is 1 / number of tp ranks that sum the gradient of `p`, times the number of row shards of ZeRO.
 
