@@ -1,7 +1,8 @@
 """Comparison of a sharded model with plain `transformers`: outputs, gradients, an AdamW step, dropout, saved files.
 
 The package is callable: after `from slapo_zoo import verify`, `verify(...)` calls
-`slapo_zoo.verify.core.verify`. Imports `model` and packages of lower floors (see CONTRIBUTING.md).
+`slapo_zoo.verify.core.verify`. Among the packages of slapo_zoo it imports `model` and those below `model` in the
+list of CONTRIBUTING.md.
 """
 
 import importlib

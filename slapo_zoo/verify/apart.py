@@ -1,4 +1,4 @@
-"""Verification in a child process, so that this process's group stays as it is and a crash ends only the child."""
+"""Comparison of a sharded model with the plain one in a child process, whose crash leaves this process as it is."""
 
 import signal
 from typing import Any
@@ -11,11 +11,11 @@ CHILD = "slapo_zoo.verify.child"
 
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify in a fresh process on the CPU, and return the JSON document that this process wrote.
+    """Compare a sharded model with the plain one in a child process on the CPU; return the child's report as JSON data.
 
     Args:
-        request: JSON data: "config", "cls" (name of the class), "mesh", "program" (a schedule.json), "knobs",
-            "quick", ...; see `child.answer`.
+        request: JSON data: "config" (a dict), "cls" (name of the class), "mesh" (tp, pp, dp), "program" (text of a
+            schedule.json) and further keys that `child.answer` lists.
 
     Raises:
         SlapoError: the child process raised one (it is raised again here), or ended without a report.
@@ -23,14 +23,15 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     done = python_apart(CHILD, request).wait(TIMEOUT_S)
     if done.code is None:
         problem = f"the process that verifies gave no report within {TIMEOUT_S:.0f} s"
-        raise SlapoError("verify", "", problem, "verify a smaller model")
+        hint = "verify a smaller model, or without --full"
+        raise SlapoError("verify", "", problem, hint)
     found = done.document()
     if found is None:
         killed = done.code == -signal.SIGKILL
         hint = (
-            "memory ran out: verify a smaller model"
+            "memory ran out: verify a smaller model, or without --full"
             if killed
-            else "see the output of the process above: a rank may have crashed in a collective"
+            else "see this process's traceback above; slapo_zoo.verify(...) runs the same in your own process"
         )
         raise SlapoError("verify", "", done.last_words(), hint)
     if "error_of" in found:

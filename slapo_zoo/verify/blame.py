@@ -1,4 +1,4 @@
-"""Search for the first module that computes a wrong tensor, and for the modules whose directives can be the cause.
+"""Search for the first module with a wrong tensor, and for modules whose directives (`shard`, ...) can be the cause.
 
 One training step of the scheduled model is recorded on all ranks, and one of the plain model in fp64 and in
 fp32 (with the attention core as a child module, so that q, k and v are recorded). The tensors are compared in
@@ -26,7 +26,7 @@ class Blame:
         found: result of each rank of the scheduled model, with the tensors recorded at its modules.
         truth: recorded tensors of the plain model in fp64, run on the whole batch.
         plain: recorded tensors of the plain model in fp32; their distance from `truth` is the rounding error.
-        partial: paths of modules whose gradients are partial sums, as the schedule says.
+        partial: paths of modules whose output gradients may be partial sums on the tp ranks.
         experts: paths of modules that run only this rank's experts; modules inside them are not compared.
     """
 
@@ -48,7 +48,8 @@ class Blame:
     def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
         """Return the first difference from the plain model, forward before backward; None if every module agrees.
 
-        `wrong_parameters` are the names of parameters whose gradients are already known to be wrong.
+        `wrong_parameters` are names of parameters with wrong gradients; one of these parameters is the difference
+        if the recorded tensors agree until the backward has passed its module.
         """
         return self._forward() or self._backward(wrong_parameters)
 
@@ -114,10 +115,10 @@ class Blame:
     def _parts(
         self, event: Event, gradient: bool
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
-        """Yield (ranks, tensors, (first row, number of rows)) for each micro-batch of each pipeline stage and dp rank.
+        """Yield (ranks, tensors, (first row in the batch, number of rows)) for every micro-batch, stage and dp rank.
 
-        `ranks` are the tp ranks of that stage. `tensors` has for each of them the tensor recorded as `event` (an input
-        or output of a module), with `gradient` its gradient; None for a rank that recorded none.
+        `ranks` are the tp ranks of that stage. `tensors` has one item for each of these ranks: the tensor recorded as
+        `event` (an input or output of a module) or, if `gradient` is True, its gradient; None if nothing was recorded.
         """
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
         for result in self.found:
@@ -139,7 +140,10 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have caused a wrong value in recorded tensor `index` (in forward order)."""
+        """Return the paths of modules that can have made recorded tensor `index` (its number in forward order) wrong.
+
+        These are its module, the parent, and the children or, for an argument, the siblings that ran before.
+        """
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -150,7 +154,7 @@ class Blame:
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
-        """Return the paths of the children of the module of recorded tensor `index` (in forward order), last to run first."""
+        """Return paths of the children of the module of recorded tensor `index`; the child that ran last comes first."""
         path = self.order[index].path
         inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
@@ -171,7 +175,7 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Sort the paths of modules that took a tensor; outer containers (a stack that holds blocks) go last."""
+    """Sort the paths of modules that got the same tensor; outer containers (a stack that holds blocks) go last."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
@@ -186,7 +190,7 @@ def _clamped(x: Tensor) -> Tensor:
 
 
 def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
-    """Return `rows` (first row, count) of a micro-batch from `want`, a tensor of the whole batch.
+    """Return the rows of a micro-batch, `rows` (first row, count), cut out of `want`, a tensor of the whole batch.
 
     A tensor without a batch axis is returned unchanged. `all_rows` is the number of rows of the whole batch.
     """

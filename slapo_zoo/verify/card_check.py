@@ -1,4 +1,4 @@
-"""Verification of a card (folder with a schedule), before it is applied to a model and before it is published."""
+"""Verification of a card, i.e. a folder with the directives that shard a model, before it is used or published."""
 
 import json
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ LEVELS = ("quick", "off")
 def require_correct(
     program: Program, config: Any, mesh: Mesh, level: str, knobs: Mapping[str, Any]
 ) -> None:
-    """Raise a CardError if a model with the schedule of a card computes something else than plain `transformers`.
+    """Raise a CardError if a model that is sharded as a card says computes something else than plain `transformers`.
 
     Rank 0 verifies the schedule on a small model of the family, in a process of its own; all ranks learn
     the outcome. If no small model fits the schedule and the given model is large, rank 0 only logs a warning.
 
     Args:
-        program: the schedule of the card.
+        program: the card's schedule: directives such as `shard` and `sync`, each for a pattern of module paths.
         config: config of the model that is being loaded.
         mesh: sizes of the mesh dims, and this rank's coordinates; at most two cp ranks are verified.
-        level: "quick" verifies on a small model, "off" does nothing.
+        level: value of `verify=` of from_pretrained: "quick" verifies on a small model, "off" does nothing.
         knobs: values of the loader arguments pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
@@ -49,7 +49,7 @@ def require_correct(
     if found["verdict"] == "unmeasured":
         get_logger("slapo_zoo").warning("the card was not verified: %s", found["text"])
     elif found["verdict"] != "verified":
-        hint = 'do not use it; or pass verify="off" if you trust it'
+        hint = 'repair the directives named above and save the card again; verify="off" loads it unverified'
         raise CardError(
             "card", "verify", f"the schedule of this card is wrong\n{found['text']}", hint
         )
@@ -70,12 +70,12 @@ def request_for(
 
 @cache
 def _outcome_of(request: str) -> dict[str, Any]:
-    """Run the verification that a JSON request describes, in a process of its own; cache the outcome by request."""
+    """Verify a card's schedule in a process of its own, as a JSON request says; return the report, cached by request."""
     return verify_apart(json.loads(request))
 
 
 def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
-    """Verify the schedule card in a folder and write the outcome into that folder.
+    """Compare a model that is sharded as the card in a folder says with the plain one; write the outcome into the folder.
 
     Args:
         folder: folder of the card.
@@ -95,6 +95,6 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
 
 
 def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
-    """Return a copy of the card that holds the outcome of its verification, `document`, and its schedule's hash."""
+    """Return a copy of the card that holds `document`, the report of its verification, and the hash of its schedule."""
     kept = {name: value for name, value in document.items() if name != "text"}
     return replace(card, verify={**kept, "program": card.program.hash})

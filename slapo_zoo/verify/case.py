@@ -45,7 +45,7 @@ class Case:
         draws: whether the model draws random numbers while dropout is compared.
         thorough: compare an optimizer step, collectives and files too; and compare dropout with a run of
             the whole batch at once, not in micro-batches.
-        seen: observation of the plain model's forward (`zoo.derivation.observe`); None unless a table is derived.
+        seen: observation of the plain model's forward (`zoo.derivation.observe`); None unless rules are derived from it.
         truth: result of an earlier run of the plain model, or None.
         batch: inputs of the first step, for all dp ranks together; if empty, they are drawn.
     """
@@ -93,7 +93,8 @@ class Trial:
     Args:
         case: the plain model and its batch.
         sizes: sizes of tp, pp and dp.
-        schedule: "zoo", a Table, a list of (pattern, directive), or a function that gets the Schedule.
+        schedule: "zoo" (the built-in rules of the family), a Table of sharding rules, a list of (pattern of module
+            paths, directive), or a function that gets the Schedule and calls directives such as `shard` on it.
         knobs: loader arguments: sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels, cp.
         whole: True runs all rows of a dp rank as one micro-batch.
     """
@@ -110,7 +111,7 @@ class Trial:
         return Mesh(*self.sizes, cp=self.knobs.get("cp", 1))
 
     def outline(self) -> Outline:
-        """Build the model on the meta device and apply every directive of the schedule to this model, as on rank 0."""
+        """Return the model of the test case on the meta device, sharded by the schedule as on rank 0, with its stages."""
         config = copy.deepcopy(self.case.config)
         knobs = {name: value for name, value in self.knobs.items() if name not in MESH}
         return Outline(
@@ -119,7 +120,7 @@ class Trial:
         )  # fmt: skip
 
     def micro_batches(self, table: Table) -> int:
-        """Return the number of micro-batches of a dp rank; 1 if the family's `table` forbids to split a batch."""
+        """Return the number of micro-batches of a dp rank; 1 if `table`, the family's rules, forbids to split a batch."""
         if self.whole or table.batch_statistics or table.is_undivided(self.case.cls):
             return 1
         return self.case.rows // self.sizes[2] // self.case.micro_rows
@@ -134,8 +135,8 @@ class Trial:
         return Trial(self.case, (1, 1, 1), uncut(self.schedule), {}, whole)
 
     def predicted_collectives(self) -> dict[str, int] | None:
-        """Return {kind: number of tp collectives that a tp rank runs in a step, over all stages}. Return None if tp
-        is 1, or if activations are recomputed.
+        """Return {kind such as "all_reduce": number of tp collectives that a tp rank runs in a step, over all stages}.
+        Return None if tp is 1, or if activations are recomputed.
         """
         outline = self.outline()
         if outline.state.checkpointed or self.sizes[0] == 1:
@@ -185,7 +186,7 @@ def expressive(config: Any) -> dict[str, Any]:
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:
-    """Return {config field: value} that every run without dropout sets when it loads the model."""
+    """Return {config field: value} to load the model with: no dropout, larger initial weights, eager experts for fp64."""
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):
@@ -197,7 +198,7 @@ def write_weights(config: Any, cls: Any, folder: Path, seed: int = 0) -> Any:
     """Write a checkpoint of a plain model with random weights, none of them exactly 0 or 1, to a folder.
 
     Returns:
-        the config of the checkpoint: without dropout, and with special tokens where the head needs them.
+        the config of the checkpoint: without dropout, and with a pad and a decoder start token if the head needs them.
     """
     config = expressive_config(config)
     noisy_model(config, cls, seed).save_pretrained(folder)
@@ -227,7 +228,7 @@ def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
 
 
 def uncut(schedule: Any) -> Any:
-    """Return `schedule` (steps, a function or "zoo") without its cuts into pipeline stages, to run it on one rank."""
+    """Return `schedule` (list of (pattern, directive), function or "zoo") without cuts into stages, to run on one rank."""
     if isinstance(schedule, list | tuple):
         return [step for step in schedule if step[1].name != "cut_pipeline_stage"]
     if not callable(schedule):

@@ -1,4 +1,4 @@
-"""Program of the child process that verifies or derives: a JSON request on stdin, a JSON document on stdout.
+"""Program of the child process that verifies a schedule or derives one: JSON request on stdin, JSON outcome on stdout.
 
 A request to verify, one to derive a table, and one to probe whether cp can shard the tokens:
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
@@ -33,12 +33,13 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Do the task of a request; return its outcome as JSON data. Its keys choose the task:
+    """Do the task of a JSON request; return its outcome as JSON data. The keys of the request choose the task:
 
-    - "sizes" (tp, pp, dp): derive a table of sharding rules.
-    - "cut" (size of tp) and "way" (`cp_attention`): find how cp shards the tokens of a class.
-    - neither: verify a schedule on "mesh" (tp, pp, dp). Optional are "program" (text of a schedule.json), "knobs" and
-      "folder" (of `core.verify`), "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
+    - "sizes" (tp, pp, dp): derive a table of sharding rules; the outcome is the table and its proof.
+    - "cut" (size of tp) and "way" (value of `cp_attention=`): find how a cp rank gets the positions of its tokens.
+    - neither: compare a sharded model with the plain one on "mesh" (tp, pp, dp); the outcome is the report.
+      Optional are "program" (text of a schedule.json), "knobs" and "folder" (arguments of `core.verify`),
+      "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
 
     Every request has "config" (a dict) and "cls" (name of the class).
     """
@@ -80,9 +81,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
-    """Return sharding rules that say how cp shards the tokens of the class, found by running a tiny model.
+    """Run a tiny model to find how a cp rank gets the positions of its tokens; return the family's rules with it.
 
-    Return None without cp, or if the rules of the family say it already. `arguments` are those of `verify`.
+    Return None without cp, or if the rules say it already. `arguments` are keyword arguments of `core.verify`.
     """
     if arguments.get("cp", 1) == 1:
         return None
@@ -94,8 +95,8 @@ def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
 
 
 def _sizes(program: Program, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the mesh dims by name, and as "stages" the number of pipeline stages that `program`, the
-    schedule of a card, makes. `arguments` are those of `verify`.
+    """Return {"tp", "pp", "dp", "cp": size of the mesh dim, "stages": number of pipeline stages that `program` makes}.
+    `program` is the schedule of a card, `arguments` are keyword arguments of `core.verify`.
     """
     stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
     sizes = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
@@ -109,7 +110,7 @@ def _of_program(
 
     Return None if `quick` is set, no small model fits and the given model has over MANY_PARAMETERS (2e8) parameters.
 
-    `arguments` are those of `verify` besides the schedule; `table` is what `_table` returned.
+    `arguments` are keyword arguments of `core.verify`; `table` has the sharding rules for cp > 1, None: the family's.
     """
     mesh, sizes, steps = arguments["mesh"], _sizes(program, arguments), None
     if quick:

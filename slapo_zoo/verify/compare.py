@@ -1,4 +1,4 @@
-"""Results of a scheduled and a plain model, and their comparison, by the plain one's own error (docs/decisions/0003)."""
+"""Comparison of a sharded with a plain model; the plain one's rounding error is the measure (docs/decisions/0003)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ CHECKS: dict[str, str] = {
 
 @dataclass
 class Result:
-    """Result of one run of a model; tensors are unsharded and have HuggingFace names.
+    """Outputs, loss, gradients and stepped weights of one run of a model, unsharded, under their HuggingFace names.
 
     `uncached` are outputs without KV cache, `norm` is the 2-norm of all gradients, `events` are tensors recorded at
     modules, `tied` maps each name of a tied parameter to the one used here.
@@ -44,7 +44,7 @@ class Result:
     tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
 
     def rename(self, tied: Mapping[str, str]) -> None:
-        """Rename tied parameters in `grads` and `weights`; `tied`: another name --> name in the plain model."""
+        """Rename tied parameters in `grads` and `weights` by `tied`: name in this run --> name in the plain model."""
         self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
         self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
 
@@ -58,7 +58,7 @@ class RankResult(Result):
         digests: local parameter --> (hash of its bytes after the step, text that identifies its shard).
         untied: names of parameters that should share memory and do not.
         grad_digests: local parameter --> (hash of its gradient's bytes before clipping, text that identifies its shard).
-        collectives: kind --> number of collectives over tp in the step.
+        collectives: kind such as "all_reduce" --> number of collectives over tp in the step.
         twice: gradients accumulated over two backwards on the same batch.
     """
 
@@ -83,7 +83,7 @@ class Divergence:
         path: path of the module.
         phase: "forward" or "backward" (an output or its gradient differs), "parameters" (a parameter's gradient
             differs), "error" (a call raised), "beyond the modules" (the modules agree, but the loss, the gradient
-            norm or the scale of all gradients differs), or a key of CHECKS (that check failed).
+            norm or the scale of all gradients differs), or the name of a failed check ("replicas", "files", ...).
         what: description of the tensor that differs, such as "output 0".
         rank: the first rank on which it differs.
         suspects: paths of modules whose directives can have caused it, the likeliest first.
@@ -101,7 +101,7 @@ class Finding:
     """One difference from the plain model that a check of a verification found.
 
     Args:
-        check: name of the check, a key of CHECKS such as "gradients".
+        check: name of the check, such as "gradients" or "files".
         what: name of the tensor or file.
         problem: what was found against what was expected.
         rank: rank on which it was found, or None for all.
@@ -150,7 +150,7 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error of a scheduled model: twice the largest distance of plain runs from an fp64 run, plus a floor.
+    """Allowed error of a sharded model: twice the largest distance of plain runs from an fp64 run, plus 8 fp32 epsilons.
 
     Args:
         truth: the run of the plain model in fp64.
@@ -291,7 +291,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """Return f if every gradient in `found` is f times the plain model's in `want`; None without such f, or for 1."""
+    """Return f if every gradient in `found` is f times the plain model's in `want`; None if no f is, or if f is 1."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]
@@ -310,7 +310,10 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare the weights of `result` after AdamW with the plain model's in `near`, loosely where gradients are 0."""
+    """Compare the weights of `result` after AdamW with the plain model's in `near`.
+
+    Where the plain gradient is 0 up to rounding, an error of two learning rates is allowed, as AdamW scales noise up.
+    """
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}

@@ -1,4 +1,4 @@
-"""Verification of a block of scheduling steps: after it, the model must compute what it computed before."""
+"""Verification of a `with` block that shards a model: after it, the model must compute what it computed before."""
 
 import copy
 import time
@@ -33,11 +33,11 @@ LEAST = -1e4  # numbers up to this hide in additive masks: -1e4, the least of a 
 
 
 class Verify:
-    """Context that compares what a module computes before and after a block of scheduling steps.
+    """Context that compares what a model computes before and after a block of directives (`shard`, `sync`, ...).
 
     Outputs and every gradient are compared on all ranks, in the dtype of the model, with a tolerance of twice the
     rounding error that they had before the block, measured against fp64. Dropout is switched off. Afterwards the
-    module has its former values, gradients, buffers and mode, and torch's generator its former state. A model on the
+    model has its former values, gradients, buffers and mode, and torch's generator its former state. A model on the
     meta device gets random values inside the block.
 
     Gradients of inputs are compared too: of the inputs that require one or, where none does, of all
@@ -48,11 +48,11 @@ class Verify:
             sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
 
     Args:
-        sch: a schedule.
+        sch: Schedule of the model, on which the block calls directives.
         example_inputs: positional arguments of the model as a list or tuple, keyword arguments as
             a dict, or one tensor; the same on all ranks.
         device: device of the model while it is verified; "cuda" without a CUDA device leaves the model
-            where it is.
+            on the device that it is on.
         eval_mode: False runs the model in training mode.
         enable: False turns the verification off.
 
@@ -142,7 +142,7 @@ class Verify:
         return divergence
 
     def _error(self, error: Exception) -> Exception:
-        """Return the error to raise if the model, run after the block of scheduling steps, raised `error`.
+        """Return the error to raise if the model raised `error` when it ran after the block of directives.
 
         It is a VerifyError that names the module that was running, or `error` itself if no module is known.
         """
@@ -253,7 +253,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Return a context that restores values, gradients, buffers, modes and dropout rates of a model at its end."""
+    """Return a context in which a model has no dropout and, at first, no gradients; its end restores its former state."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()
@@ -343,7 +343,7 @@ def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor with `values` and the class and annotations of `tensor` (a parameter for a parameter)."""
+    """Return a tensor with the data of `values` and the class and attributes of `tensor` (Parameter, tie marks)."""
     found = like(tensor, values)
     if isinstance(tensor, nn.Parameter):
         found.__dict__.update(tensor.__dict__)

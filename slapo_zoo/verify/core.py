@@ -31,14 +31,15 @@ def verify(
     schedule: Any = "zoo", quick: bool = True, seed: int = 0, folder: Path | None = None,
     **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Run a schedule on a mesh, every rank a thread of this process, and report how it differs from the plain model.
+    """Run a sharded model on a mesh, every rank a thread of this process; report how it differs from the plain model.
 
     Args:
         config: a config of `transformers`.
         auto_class: class of the model with its head; None takes the config's own class.
         mesh: sizes of tp, pp and dp.
-        schedule: "zoo" (the built-in one of the family), a Schedule or its steps, or a function that gets a
-            Schedule. "auto" means "zoo" if there is one, and is refused otherwise, as derived ones are proven already.
+        schedule: "zoo" (the built-in one of the family), a Schedule, a list of (pattern of module paths, directive), or
+            a function that shards the Schedule that it gets. "auto" means "zoo" if there is one, and is refused
+            otherwise, as derived ones are proven already.
         quick: verify a small config of the same family; False verifies the given one.
         seed: seed of weights, batch and dropout.
         folder: checkpoint to take weights from; None draws random ones. It is not read with `quick`.
@@ -133,8 +134,8 @@ class _Verification:
 
     def _located(self) -> Divergence | None:
         """Return the first difference from the plain model, None if none is found; if only the check with dropout
-        failed, the search runs with dropout. With cp > 1 no tensor within the model is compared, as a rank has only its
-        tokens of it: the module is then taken from a failed check.
+        failed, the search runs with dropout. With cp > 1, where each rank has only some tokens, no tensors of modules
+        are compared: the difference is at the module of the first parameter that a failed check names.
         """
         if self.trial.mesh.cp > 1:
             return self._beyond_modules(None) or self._at_named_parameter()
@@ -176,7 +177,7 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _replica_findings(self) -> list[Finding]:
-        """Return the differences found so far in parameters whose replicas have different gradients."""
+        """Return the differences of parameters that ranks should hold equal but whose gradients differ between ranks."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
@@ -189,9 +190,9 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of the modules to which a directive with one of two values of its `field` was applied.
+        """Return the paths of modules with a directive whose `field` is "all_reduce_twice" or "num_experts".
 
-        "sync_op_or_fn" finds syncs with all_reduce_twice, which leave partial gradients; "count" finds the
+        `field` "sync_op_or_fn" finds `sync` directives that leave partial sums as gradients; "count" finds the
         directives that shard a number of experts.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")

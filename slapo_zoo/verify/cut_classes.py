@@ -51,14 +51,16 @@ def require_token_loss(cls: Any) -> None:
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
-    """Return a copy of a table of sharding rules that says how a cp rank finds the positions of its tokens in the
-    class `cls`: `positions` is set for this class in the field `cut_tokens`.
+    """Return a copy of `table`, rules of sharding, whose field `cut_tokens` has the value `positions` for class `cls`.
+
+    It says how a cp rank gets its tokens' position ids: passed as "counted" (0, 1, ...), "counted by mask" or "counted
+    real" (padding skipped), numbered by an embedding ("placed"), in a bias ("relative"), or "none".
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 
 
 def nearer(config: Any) -> Any:
-    """Return a copy of a config with attention windows and chunks of at most NEAR (6) tokens, less than a cp rank's."""
+    """Return a copy of a config with attention windows and chunks of at most NEAR (6) tokens, fewer than a rank has."""
     values = config.to_dict()
     for name, value in values.items():
         if NEARS.search(name) and type(value) is int and value > NEAR:

@@ -38,10 +38,10 @@ class Proof:
     """A derived table of sharding rules, and the result of its proof (a comparison with plain `transformers`).
 
     Args:
-        table: table for the given config.
+        table: sharding rules with the numbers of the given config.
         left_whole: name of a group of modules that stays unsharded --> the reason, "" if unknown.
         sizes: sizes of tp, pp and dp.
-        open_table: the same table for any config of the family: config fields stand for its numbers.
+        open_table: the same rules for any config of the family, with names of config fields instead of numbers.
         per_rank: pattern of module paths --> shape of the weight on tp rank 0.
         share: share of the model's parameters that are sharded over tp, 0 to 1.
         seconds: wall time of derivation and proof.
@@ -125,7 +125,7 @@ class Search:
         raise refusal(self.config, problem, hint)
 
     def _attempts(self) -> Iterator[Make]:
-        """Yield functions that make a table of sharding rules; tables that shard more come first.
+        """Yield functions (config, model) --> table of sharding rules; tables that shard more come first.
 
         When the first tables are wrong, this generator sets `left_whole`: the groups of modules that the next ones
         leave unsharded.
@@ -141,7 +141,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks of blocks (encoder, decoder) of which a pipeline may cut one; [] for pp=1 or a single stack."""
+        """Return the paths of stacks of blocks (encoder, decoder), to cut only one into stages; [] if pp=1 or one stack."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -290,14 +290,15 @@ def _on_meta(config: Any, cls: Any) -> Any:
 
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
-    """Return a copy of `table` that says how cp shards the tokens of `cls`, proven on a tiny model.
+    """Return a copy of `table` that says how a cp rank gets the positions of its tokens, as proven on a tiny model.
 
     Args:
         config: a config of `transformers`; it is made tiny.
         cls: class of the model; if its loss is no mean over tokens, one with the same blocks is tried.
         table: sharding rules of the family, for any config.
         tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
-        way: how attention sees all tokens, a value of `cp_attention=`.
+        way: `cp_attention=`: "gather" (keys of all ranks), "ulysses" (all tokens, some heads), "ring" (keys of a rank
+            at a time).
 
     Raises:
         ArchitectureError: with sharded tokens the tiny model computes something else, or plain

@@ -1,4 +1,4 @@
-"""Detection of how the tensors that the tp ranks have at one place are shards of the plain model's tensor.
+"""Detection of how the tensors that all tp ranks recorded at a module are shards of the plain model's tensor.
 
 Under a correct schedule the tp ranks hold equal tensors, or slices of one axis in the order of the ranks, or slices
 of the tokens. Slices may be padded, equal on neighbours, or taken of q, k and v separately. Partial sums are

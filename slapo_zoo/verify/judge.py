@@ -1,4 +1,4 @@
-"""Comparison of a schedule on all ranks with the plain model: the runs of both, and their order."""
+"""Comparison of a sharded model on all ranks with the plain model: runs without dropout, then with dropout."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +81,7 @@ def judge(
 
 
 def compare_dropout(into: Comparison, trial: Trial) -> None:
-    """Run a training step with dropout on the mesh, and add to `into` the replicated tensors that differ between ranks.
+    """Run a training step with dropout on the mesh; record in `into` which replicated parameters differ between ranks.
 
     If the model draws random numbers, its loss and gradients are compared with those of one rank too.
     """
@@ -166,7 +166,7 @@ def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load this rank's part of the model of a trial (schedule and mesh), with config fields `changes`; collective."""
+    """Load this rank's part of a trial's model with config fields `changes`; all ranks of the mesh call it together."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
@@ -359,7 +359,7 @@ def untied(model: Any) -> list[str]:
 def files(
     into: Comparison, folder: Path, cls: Any, batch: Mapping[str, Tensor], result: RankResult
 ) -> None:
-    """Check that plain `transformers` loads what was saved in `folder`, every tensor bit for bit, and runs it.
+    """Check that plain `transformers` loads what was saved in `folder`, bit for bit, finite, and that its forward runs.
 
     `result` holds the weights that were saved, `batch` is the input of the run; the outcome is recorded in `into`.
     """

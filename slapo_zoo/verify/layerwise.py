@@ -35,7 +35,7 @@ def verify_layers(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", seed: int = 0, **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Compare a schedule with the plain model on LAYERS_AT_ONCE (2) layers at a time, up to the first that are wrong.
+    """Compare a sharded with the plain model, LAYERS_AT_ONCE (2) layers at a time, up to the first that are wrong.
 
     The paths in the report carry the layer numbers of the given model.
 
@@ -43,7 +43,7 @@ def verify_layers(
         config: a config of `transformers`.
         auto_class: class of the model with its head; None takes the config's own class.
         mesh: sizes of tp, pp and dp; pp must be 1, as pipeline cuts are verified on a small model.
-        schedule: "zoo" (the built-in one of the family), a Schedule or its steps, or a function that gets a Schedule.
+        schedule: "zoo" (built in), a Schedule, a list of (pattern, directive), or a function that shards a Schedule.
         seed: seed of weights, batch and dropout.
         knobs: values of sequence_parallel and checkpoint_ratio.
 

@@ -66,9 +66,10 @@ class Rows:
 
 
 def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) -> str:
-    """Return the value of `Table.cut_tokens` (how a cp rank gets the positions of its tokens) with which the tiny
-    model, its tokens sharded over cp, equals the plain model. `way` is a value of `cp_attention=`: how attention
-    sees the tokens of all ranks.
+    """Return how a cp rank has to get the position ids of its tokens so that the tiny model equals the plain one.
+
+    The value is one for `Table.cut_tokens`: "counted" (0, 1, ...), "counted by mask", "counted real" (without padding),
+    "placed" (by an embedding), "relative" (in a bias) or "none". `way` is `cp_attention=`: "gather", "ulysses", "ring".
 
     Raises:
         ArchitectureError: no value is right; the error tells why the value that passed most checks failed.
@@ -103,7 +104,7 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 
 
 def _candidates(case: Case) -> list[str]:
-    """Return the values of `Table.cut_tokens` (how a cp rank finds its tokens' positions) that a class of models allows."""
+    """Return the ways to give positions to a cp rank's tokens that the class allows: "counted", "placed", "none", ..."""
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
     if any(hasattr(module, "compute_bias") for module in modules.values()):
@@ -117,7 +118,7 @@ def _candidates(case: Case) -> list[str]:
 def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
     """Return {kind of rows: batch}: "padded", "bare" (without a mask) and "uneven" (of a length that cp does not divide).
 
-    If position ids mark the sequences of a row, there are "packed" rows too, which are uneven except for an encoder.
+    If position ids mark the sequences of a row, there are "packed" rows too (of an even length for an encoder).
     """
     uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}
@@ -186,8 +187,8 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 
 def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
-    """Run the model on this cp rank: a forward on the perturbed rows and, if the logits of all cp ranks equal `plain`
-    [rows, S, ..], those of the plain model, training steps. Return the results.
+    """Run the model on this cp rank: a forward on the perturbed rows, then training steps; return the results of both.
+    The training steps are left out if the logits of a cp rank differ from `plain`, those of the plain model.
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)

@@ -55,7 +55,7 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
             problem = (
                 f"tp rank {mesh.coord('tp')} calls {what}, tp ranks {differ} call a different one"
             )
-            hint = "the ranks have different sizes here: shard a size that tp divides, or pass pad=True"
+            hint = "the ranks have different sizes here: shard an axis that tp divides, or pass pad=True to `shard`"
             raise ScheduleError(where, "collective", problem, hint)
 
     with _observed(check):

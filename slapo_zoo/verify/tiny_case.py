@@ -27,7 +27,7 @@ MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of i
 def tiny_case(
     config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4
 ) -> Case:
-    """Try tiny models of a config until plain `transformers` trains one; return its test case, with this plain run.
+    """Try tiny models of a config until plain `transformers` trains one; return it as a Case, with the run's result.
 
     Args:
         config: a config of `transformers`; it is not changed.
@@ -61,7 +61,7 @@ def tiny_case(
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Return a tiny test case of `cls`, saved in `folder`, with heads for `tp` ranks, windows within a cp rank's tokens."""
+    """Return the test case of a tiny model, saved in `folder`, with heads for `tp` ranks and windows of at most 6 tokens."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
     near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
     for like, sizes in ((near, small), (config, small), (config, whole)):
@@ -108,7 +108,7 @@ def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
 
 
 def _observed(config: Any, case: Case) -> Observation:
-    """Run a training-mode forward of a new model with the dropouts of `config`; return the calls and draws observed."""
+    """Run a training-mode forward of a new model of `config`; return the module calls and random draws that happened."""
     with drawn_from(0):
         config = copy.deepcopy(config)
         if "experts_implementation" in changes_for_comparison(config):

@@ -73,7 +73,7 @@ def save_id(sums: Mapping[str, int], stamp: str) -> str:
 
 
 def save_in(folder: Path) -> str:
-    """Return the id of the save that wrote the model weights in a folder."""
+    """Return the id of the save that wrote the weights in a folder, read from the header of the first weight file."""
     with SafetensorsFile(min(folder.glob("model*.safetensors"))) as file:
         return file.metadata[SAVE_ID]
 
@@ -133,7 +133,7 @@ def raise_first(damages: Iterable[WeightsError]) -> None:
 def damaged_files(
     folder: Path, kept: Checksums, only: re.Pattern[str] = ANY
 ) -> Iterator[WeightsError]:
-    """Yield an error for each file without weights, and each safetensors header, whose CRC-32 is not the saved one.
+    """Yield an error for each safetensors header, and each file that holds no weights, whose CRC-32 is not the saved one.
 
     Args:
         folder: checkpoint folder.
@@ -191,7 +191,7 @@ def _end_of_header(path: Path) -> int:
 
 
 def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless all files of `folders` have the save id of the checksums `kept` (None: have no id)."""
+    """Raise WeightsError unless every file of `folders` has the save id that `kept` has (`kept` None: has no save id)."""
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None

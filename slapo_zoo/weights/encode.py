@@ -37,7 +37,7 @@ def encode(value: Any, where: str) -> Any:
         is_plain = all(type(k) is str and not k.startswith("$") for k in value)
         return dict(pairs) if is_plain else {"$items": pairs}
     problem = f"found a {type(value).__name__}, expected numbers, texts, lists and dictionaries"
-    hint = "convert it to these before saving it as `extra`"
+    hint = "convert it to these, or leave it out of what is saved (optimizer, scheduler, `extra`)"
     raise WeightsError("save_checkpoint", where, problem, hint)
 
 

@@ -87,7 +87,8 @@ def plan_layout(
     by_name = {spec.name: spec for spec in specs}
     if len(by_name) < len(specs) or not specs:
         problem = f"found {len(specs)} tensors with {len(by_name)} names, expected one or more, each with its own name"
-        raise WeightsError("save", "specs", problem, "name every tensor once")
+        hint = "give each parameter a name of its own; a model without tensors cannot be saved"
+        raise WeightsError("save", f"tensors for {stem}*.safetensors", problem, hint)
     state = {s.name: torch.empty(s.shape, dtype=torch_dtype(s), device="meta") for s in specs}
     pattern = f"{stem}{{suffix}}.safetensors"
     try:

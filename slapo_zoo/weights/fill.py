@@ -202,7 +202,7 @@ def _refuse_foreign(
     """Raise WeightsError if missing or unexpected keys (in `names`) show that `folder` is for another architecture or size.
 
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
-    surplus block, or part of a unit, is an error.
+    surplus block, or part of a block, is an error.
 
     `prefix` is the attribute that holds the base model ("transformer"), `units` the paths of blocks and heads.
     """
@@ -238,8 +238,8 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return `names`, the match of the model's tensors with checkpoint keys, in which tensors with another shape in
-    the file than in `expected` count as missing. `key_of` maps keys, renamed as in the model, to those in the files.
+    """Return `names`, the match of the model's tensors with checkpoint keys, with more tensors counted as missing: all
+    whose shape in the file is not that in `expected`. `key_of` maps keys, renamed as in the model, to those in files.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}

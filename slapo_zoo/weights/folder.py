@@ -236,4 +236,4 @@ def open_checkpoint(
             return CheckpointFolder(path, name, allow_pickle)
     found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
     problem = f"found {found}; expected {' or '.join(names)}"
-    raise WeightsError(str(folder), "", problem, "pass the folder that save_pretrained wrote")
+    raise WeightsError(str(folder), "", problem, f"pass a folder with {names[0]}")

@@ -84,7 +84,7 @@ def _poisoned(tensor: Tensor, device: torch.device) -> Tensor:
 def _check_finite(name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and tensor.isnan().any():
         problem = "the model's own initialisation does not set this tensor"
-        raise WeightsError("initialise", name, problem, "load it from a checkpoint")
+        raise WeightsError("initialise", name, problem, "load a checkpoint that holds it")
 
 
 def fill_buffers(model: Any, device: torch.device) -> None:

@@ -109,11 +109,11 @@ class KeyMap:
         return name
 
     def renamed(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs of tensors named by file key; no tensor is split into pieces (for optimizer tensors)."""
+        """Return `specs` (name, shape, placement) of optimizer tensors, with each name replaced by its key in the files."""
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return specs of the tensors in files, named by file key: one per tensor, or per piece if files store pieces."""
+        """Return name (file key), shape and placement of what files store of the model's tensors `specs`: tensors or pieces."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
@@ -171,7 +171,7 @@ class KeyMap:
     def to_files(
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
     ) -> dict[str, Tensor]:
-        """Return this rank's tensors, or views of their pieces, under their keys in the files."""
+        """Return {key in the files: tensor} of this rank's tensors `local`; those stored in pieces as one view per piece."""
         views = self.split(local, specs, mesh)
         return {self.to_file(name): tensor for name, tensor in views.items()}
 
@@ -198,7 +198,7 @@ def _numbered(pattern: str) -> re.Pattern[str]:
 def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piece]:
     if spec.placement is not None:
         problem = f"files hold this parameter in {len(rule.names)} tensors, so it cannot be sharded"
-        raise WeightsError("weights", spec.name, problem, "do not shard this parameter")
+        raise WeightsError("load or save", spec.name, problem, "do not shard this parameter")
     rows, *rest = spec.shape
     for part, name in enumerate(rule.names):
         new = replace(spec, name=stem + name, shape=(rows // len(rule.names), *rest))

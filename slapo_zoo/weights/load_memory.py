@@ -41,9 +41,10 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     try:
         pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        problem = f"the system has no memory for a tensor of shape {list(tensor.shape)} ({tensor.nbytes} bytes)"
-        hint = "use more tp or pp, or a smaller model; check the sizes in config.json"
-        raise WeightsError("memory", "", problem, hint) from error
+        where = f"a parameter or buffer of shape {list(tensor.shape)}"
+        problem = f"the system has no memory for its {tensor.nbytes} bytes"
+        hint = "load with more tp or pp, or a smaller model; check the sizes in config.json"
+        raise WeightsError(where, "", problem, hint) from error
     is_full = whole - tensor.nbytes <= MOST_UNUSED * tensor.nbytes
     with contextlib.suppress(OSError):  # a kernel without large pages
         pages.madvise(mmap.MADV_HUGEPAGE, 0, whole if is_full else whole - LARGE_PAGE)
@@ -51,7 +52,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Return whether `part`, a slice of a mapped file, can be used unchanged in place of the allocated `tensor`."""
+    """Return whether `part`, a slice of a mapped file, can replace `tensor`: same shape and dtype, contiguous, over 64 KiB."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0

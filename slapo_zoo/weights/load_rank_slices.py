@@ -54,7 +54,7 @@ def parse_size(size: int | str | None, what: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
     if match is None:
         problem = f"found {size!r}, expected a number of B, KB, MB, GB or TB"
-        raise WeightsError("from_pretrained", what, problem, 'pass e.g. "8GB"')
+        raise WeightsError(what, "", problem, 'pass e.g. "8GB"')
     power = " KMGT".index(match[2].upper() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str, Tensor]]:
-    """Return the state of this rank's optimizer as (JSON record, state tensors by name).
+    """Return this rank's optimizer as (JSON record with "class", "groups" and "state", state tensors by name in files).
 
     Args:
         optimizer: a torch optimizer.
@@ -73,7 +73,7 @@ def _state_json(
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """Merge the JSON records of the optimizers of all pipeline stages; a parameter tied over stages is listed once."""
+    """Merge the JSON records that `collect` made on all pipeline stages; a parameter tied over stages is listed once."""
     first = records[0]
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
@@ -201,7 +201,7 @@ class Restored:
         return state
 
     def apply(self) -> None:
-        """Put the saved options and state into the optimizer; the tensors of `targets` must be filled by then."""
+        """Put the saved options (lr, betas, ...) and state into the optimizer; the tensors of `targets` must be filled."""
         for group, saved in zip(self.optimizer.param_groups, self.record["groups"], strict=True):
             group.update(decode(saved["options"]))
         self.optimizer.state.clear()
@@ -209,13 +209,13 @@ class Restored:
 
 
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless the saved `options` of a parameter group fit `group`, that of the optimizer.
+    """Raise WeightsError unless saved `options` (lr, ...) of a parameter group fit `group`, a group of the optimizer.
 
     Each saved option must exist in `group`, have the same kind of value, and be finite.
     """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
-            problem = f"the saved option {name!r} is none of the given optimizer"
+            problem = f"the saved group has an option {name!r}, the given optimizer's has none"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):
@@ -242,7 +242,7 @@ def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():
         if keys != most:
-            problem = f"found the state {sorted(keys)}, expected {sorted(most)} as in the rest of its group"
+            problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the rest of its group"
             hint = "copy the checkpoint again: training_state.json may be damaged"
             raise WeightsError(LOAD, name, problem, hint)
 
@@ -258,6 +258,6 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
-    """Return the ranks whose optimizer has another digest (`digests`, by rank) than the first rank of their stage."""
+    """Return the ranks whose optimizer differs from that of the first rank of their pipeline stage, by `digests` of all."""
     firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
     return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

@@ -68,8 +68,8 @@ def check_states(packed: Any, ranks: int) -> str:
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
     """Set this rank's random generators to the states saved for it in `packed`, if `mesh` equals the mesh `saved`.
 
-    On another mesh, all ranks of a data-parallel replica take the states of the first rank of a saved replica,
-    so that tp peers draw the same numbers for replicated activations.
+    On another mesh, all ranks of data-parallel replica i take the states of the first rank of saved replica i (modulo
+    their number), so that tp peers draw the same numbers for replicated activations.
     """
     same = (saved.tp, saved.pp, saved.dp) == (mesh.tp, mesh.pp, mesh.size("loss"))
     rank = mesh.rank if same else saved.at(tp=0, pp=0, dp=mesh.coord("loss") % saved.dp)

@@ -119,7 +119,8 @@ class _Save:
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors without a spec (TensorSpec), expected none"
-            raise WeightsError(STEP, min(strange), problem, "pass a spec for each of these tensors")
+            hint = "add no parameters after the load, or pass their TensorSpecs in `specs`"
+            raise WeightsError(STEP, min(strange), problem, hint)
         return digest(self.layout, self.specs)
 
     def _require_finite(self) -> None:
@@ -164,7 +165,7 @@ class _Save:
         found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
         if found != expected:
             problem = f"found {found} bytes written by all ranks, expected {expected}"
-            hint = "check that the placements cover every element of each tensor"
+            hint = "check that the placements in `specs` cover every element of each tensor"
             raise WeightsError(STEP, self.target, problem, hint)
         path = self.staging.path
         with self._io_errors():
@@ -223,7 +224,7 @@ def _check_spec(
     """
     if not 0 <= spec.stage < mesh.pp:
         problem = f"its pipeline stage is {spec.stage}, expected 0..{mesh.pp - 1}"
-        raise WeightsError(STEP, spec.name, problem, "set its TensorSpec.stage to one of these")
+        raise WeightsError(STEP, spec.name, problem, "correct `stage` of its TensorSpec in `specs`")
     if spec.stage != mesh.coord("pp"):
         return
     if spec.name not in local:
@@ -233,16 +234,15 @@ def _check_spec(
     if placement is not None:
         n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
         if problem := placement.problem(shape[placement.axis], n):
-            raise WeightsError(STEP, spec.name, problem, "correct the placement in its TensorSpec")
+            raise WeightsError(STEP, spec.name, problem, "correct its TensorSpec in `specs`")
         shape = spec.local_shape(n, r)
     shape = shape if rows is None else (rows.count, *shape[1:])
     tensor = local[spec.name]
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch_dtype(spec):
         found = f"{tensor.dtype} of shape {list(tensor.shape)}"
         problem = f"found {found}, expected {torch_dtype(spec)} of shape {list(shape)}"
-        raise WeightsError(
-            STEP, spec.name, problem, "pass a tensor with the dtype and shape of its TensorSpec"
-        )
+        hint = "restore the dtype and shape that the parameter was loaded with"
+        raise WeightsError(STEP, spec.name, problem, hint)
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:

@@ -117,7 +117,7 @@ def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
 
 def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
     if not folder.is_dir():
-        raise WeightsError(str(folder), "", "found no such folder", "name a checkpoint folder")
+        raise WeightsError(str(folder), "", "found no such folder", "pass a checkpoint folder")
     kept = read_checksums(folder)
     if kept is None:
         hint = "save the model again by slapo_zoo, or rewrite the folder by `slapo-zoo reshard`"

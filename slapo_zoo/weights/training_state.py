@@ -173,8 +173,8 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_dp_ranks(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of field `name` of a training `state`, one per dp rank of the saved mesh. The field "extra"
-    has a single value if all ranks had the same.
+    """Return the values of field `name` of a training `state`, a list with one per dp rank of the saved mesh; for
+    "extra" the list has a single value if all ranks saved the same.
     """
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
