@@ -101,7 +101,7 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether the kernel may replace the forward of BatchNorm `bn`: False if a schedule has replaced it already."""
+    """Return whether the kernel may replace BatchNorm `bn`, which must have a weight, a momentum and its class's forward."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 
@@ -188,7 +188,7 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        problem = f"Triton does not run on {x.device}: call slapo_zoo.kernels.batch_norm_relu_add, which takes F.batch_norm there"
+        problem = f"Triton does not run on {x.device}: call slapo_zoo.kernels.batch_norm_relu_add instead"
         raise NotImplementedError(problem)
     from slapo_zoo.kernels import batch_norm_triton
 

@@ -98,7 +98,7 @@ class Head:
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
-    """Return whether the head `module` may return LogitsOnDemand for hidden states `rows`.
+    """Return whether the head `module` may return logits of the hidden states `rows` that are computed only when read.
 
     It may in training, with real (not fake or meta) tensors, and outside torch.compile.
     """
@@ -342,7 +342,7 @@ def _is_of_an_engine(_x: Any, hook: Any) -> bool:
 
 
 def _is_slice(index: Any) -> bool:
-    """Return whether an index has only slices, integers, None and `...`: an index tensor could change later."""
+    """Return whether an index has only slices, integers, None and `...`; an index tensor could change before it is used."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, slice | int) or part is None or part is Ellipsis for part in parts)
 

@@ -50,7 +50,7 @@ def reference(
     p: float = 0.0,
 ) -> Tensor:
     """Compute T5's attention [B, H, S, D] with its position bias in torch operations (modeling_t5.py:
-    T5Attention). `weight` [buckets, H] is the bias; the arguments are those of the kernel `t5_attention`.
+    T5Attention). `weight` [buckets, H] has a bias per bucket of distances; arguments are those of `t5_attention`.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)

@@ -84,7 +84,7 @@ def fits(
     assumed laws of memory use that agree with the outcomes (`_by_laws`).
 
     Args:
-        grid: the space.
+        grid: all configurations of the search.
         ran: numbers of configurations that fit (a number is an index in `grid.points`).
         peaks: peak bytes of each configuration in `ran`; 0 where unknown.
         failed: numbers of configurations that ran out of memory.
@@ -165,7 +165,7 @@ class Model:
     configuration of largest expected improvement.
 
     Args:
-        grid: the space.
+        grid: all configurations of the search.
         start: number of the first configuration to measure.
         prior: relative throughput of every configuration as the planner expects it, or None.
         options: ignored; arguments of other strategies.

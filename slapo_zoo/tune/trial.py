@@ -34,7 +34,7 @@ class Job:
 
     Args:
         model: a family, a folder or a Hub id; only its config is used.
-        point: symbol --> value: knobs of `from_pretrained`, `batch_size` (rows per step and replica),
+        point: symbol --> value: arguments of `from_pretrained`, `batch_size` (rows per step and replica),
             `threads`; several kernels are joined by "+".
         steps: number of timed steps.
         seq_len: tokens of a row.

@@ -20,7 +20,7 @@ class Trial:
 
     Args:
         number: index of the configuration in the grid's `points`.
-        point: the configuration: knob --> value.
+        point: the configuration: option --> value.
         outcome: what the measurement found.
         was_known: whether the outcome came from the database.
     """
@@ -75,7 +75,7 @@ class Tuner:
     """Search loop that measures configurations of a grid, one after the other, and keeps the fastest.
 
     Args:
-        grid: the space.
+        grid: all configurations of the search.
         measure: function (configuration, number of steps) that returns the outcome.
         strategy: function (outcomes by configuration number, numbers not measured yet) that returns the number of the
             configuration to measure next, or None to end the search.

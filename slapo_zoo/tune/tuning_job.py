@@ -28,7 +28,7 @@ def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
 
     Args:
         ranks: number of processes of a measurement, the product of tp, pp and dp.
-        symbols: name --> candidates; knobs of `from_pretrained`, `batch_size`, `threads`, `kernels`.
+        symbols: name --> candidates; names are arguments of `from_pretrained`, `batch_size`, `threads`, `kernels`.
 
     Raises:
         SlapoError: `symbols` has an unknown name or an illegal value, or no configuration is valid.
@@ -144,7 +144,7 @@ class Workers:
         if outcome.kind != OK:
             why = f"{outcome.kind}: {outcome.message}"
             problem = f"one rank with reference kernels, whose loss all must have, failed: {why}"
-            hint = "remove this cause first, e.g. choose another model, dtype or device; `slapo-zoo bench` times one configuration"
+            hint = "remove this cause, e.g. by another model, dtype or device; `slapo-zoo bench` times one configuration"
             raise SlapoError("tune", self.job.model, problem, hint)
         return float(outcome.message.rpartition(" ")[2])
 

@@ -132,7 +132,7 @@ def _pyplot() -> Any:
 
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
-    """Write the fastest configuration of a search, `point` (knob --> value), into `tuning.json` in the folder of a
+    """Write the fastest configuration of a search, `point` (option --> value), into `tuning.json` in the folder of a
     card, i.e. of a published schedule. That file has one entry per device and setting.
 
     `scope` has the conditions of the measurement, `outcome` its result.

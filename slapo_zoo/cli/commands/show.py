@@ -1,4 +1,4 @@
-"""Command `slapo-zoo show`: prints a schedule, and what it means for every rank."""
+"""Command `slapo-zoo show`: prints how a model is sharded, and what each rank holds and sends."""
 
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print how a model is sharded: the changes to its modules, shapes and bytes per rank, collectives per step; read no weight."""
+    """Print how a model is sharded: changes to modules, shapes and bytes per rank, collectives per step; read no weight."""
     import torch
 
     from slapo_zoo.cli.training.checks import row_length
@@ -59,9 +59,7 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, what the function `survey` says of a scheduled model: the changes to its modules
-    ("program"), shapes and bytes per rank, collectives of a step, kernels, tunable options.
-    """
+    """Return data for `--json` from `found`, the result of `survey`: changes to modules, shapes, collectives, ..."""
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],

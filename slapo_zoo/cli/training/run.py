@@ -1,4 +1,4 @@
-"""Training run: loads the scheduled model, trains it with the Trainer of transformers, and saves it."""
+"""Training run: loads this rank's shard of a model, trains it with the Trainer of transformers, and saves it."""
 
 import functools
 import itertools
@@ -239,7 +239,7 @@ class Ending(TrainerCallback):
         self.run, self.stop = run, stop
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Save the model if this evaluation is the best so far; `metrics` are equal on all ranks, so all agree."""
+        """Save the model if this evaluation is the best so far; `metrics` are equal on all ranks, so all decide alike."""
         run, options = self.run, self.run.options
         found = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         if run.best.judge(run.done, found) and options.best is not None:

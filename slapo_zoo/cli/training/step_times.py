@@ -39,7 +39,8 @@ class StepTimes:
 
 
 def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: bool) -> StepTimes:
-    """Time training steps of a scheduled model, after a check that its loss is the plain model's; all ranks call this.
+    """Time training steps of the model that from_pretrained(**load) returns, after a check that its loss is that of plain
+    transformers; all ranks call this.
 
     Args:
         load: arguments of from_pretrained.
@@ -71,7 +72,7 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return (loss of the scheduled model, loss of the plain model that rank 0 loads from `name`) on `batch`."""
+    """Return the losses on `batch` of (`model`, the plain transformers model that rank 0 loads from checkpoint `name`)."""
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
@@ -86,7 +87,7 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Load the checkpoint `name` unscheduled on rank 0, in float32 on the CPU, and return its loss on `batch`. Return
+    """Load the checkpoint `name` with plain transformers on rank 0, in float32 on the CPU; return its loss on `batch`. Return
     NaN on other ranks, or if the weights need over half the free memory. `model` is the scheduled model.
     """
     plain_class: Any = model.unscheduled_class

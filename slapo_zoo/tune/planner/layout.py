@@ -125,7 +125,7 @@ def layouts(
         blocks: number of blocks of the model, which bounds the number of stages.
         orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
-        cp: ranks that shard the tokens of each row; with them a recomputed block keeps nothing.
+        cp: ranks that shard the tokens of each row; with cp > 1 a recomputed block keeps nothing.
         cp_attention: how attention sees the tokens of all cp ranks.
     """
     whole = tp > 1 and not sequence_parallel
@@ -162,8 +162,8 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a pipeline rank, the micro-batches between their forward and backward at the moment
-    when the rank has most of them.
+    """Return, for each stage of a pipeline rank, the number of micro-batches between their forward and backward at the
+    moment when the rank has most of them.
 
     Args:
         order: name of the pipeline order.

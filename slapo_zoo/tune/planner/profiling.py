@@ -266,7 +266,7 @@ def dry_run(
     """Run a training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
 
     Args:
-        outline: scheduled model on the meta device, as any one rank holds it.
+        outline: model on the meta device, sharded as any one rank holds it.
         rows: rows of the micro-batch.
         tokens: (tokens of a row, tokens of a decoder's row, or 0 for the same number).
         stream: source of dropout masks, which allocates masks and draws none.
