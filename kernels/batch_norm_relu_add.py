@@ -188,7 +188,7 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        problem = f"found no Triton for {x.device}: call slapo_zoo.kernels.batch_norm_relu_add instead"
+        problem = f"no Triton on {x.device}: call slapo_zoo.kernels.batch_norm_relu_add instead"
         raise NotImplementedError(problem)
     from slapo_zoo.kernels import batch_norm_triton
 

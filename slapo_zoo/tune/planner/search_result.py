@@ -69,7 +69,7 @@ def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshErro
     hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
     if refused:
         problem = f"every tp size was refused; {': '.join(refused[0])}"
-        hint = "pass a checkpoint whose config names a head with a loss (architectures)"
+        hint = "remove this cause; a model can be planned if its config names a head with a loss (architectures)"
     return MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, hint)
 
 
