@@ -31,7 +31,7 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
         hint = (
             "memory ran out: verify a smaller model, or without --full"
             if killed
-            else "see this process's traceback above; slapo_zoo.verify(...) runs the same in your own process"
+            else "see the child's output above; slapo_zoo.verify(...) runs the same check in your own process"
         )
         raise SlapoError("verify", "", done.last_words(), hint)
     if "error_of" in found:

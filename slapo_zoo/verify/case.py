@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trial:
-    """A schedule on a mesh that is tried on a test case.
+    """A schedule, i.e. the directives that shard a model, to be tried on a mesh with the model of a test case.
 
     Args:
         case: the plain model and its batch.

@@ -77,7 +77,7 @@ class RankResult(Result):
 
 @dataclass(frozen=True)
 class Divergence:
-    """First difference between a model with a schedule and the plain one of `transformers`.
+    """First difference between a sharded model and the plain one of `transformers`.
 
     Args:
         path: path of the module.

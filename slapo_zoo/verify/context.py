@@ -343,7 +343,7 @@ def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor with the data of `values` and the class and attributes of `tensor` (Parameter, tie marks)."""
+    """Return a tensor with the data of `values` and the class and attributes of `tensor` (a Parameter if it is one)."""
     found = like(tensor, values)
     if isinstance(tensor, nn.Parameter):
         found.__dict__.update(tensor.__dict__)

@@ -1,4 +1,4 @@
-"""Verification of a schedule on a mesh against plain `transformers`; the report names the directives to blame."""
+"""Comparison of a sharded model with plain `transformers`; the report names the directives (`shard`, ...) to blame."""
 
 import tempfile
 import time
@@ -190,7 +190,7 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of modules with a directive whose `field` is "all_reduce_twice" or "num_experts".
+        """Return the paths of modules with a directive whose attribute `field` is "all_reduce_twice" or "num_experts".
 
         `field` "sync_op_or_fn" finds `sync` directives that leave partial sums as gradients; "count" finds the
         directives that shard a number of experts.

@@ -111,7 +111,7 @@ class Search:
         self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
-        """Return the proof of the first table whose sharded model equals the plain one; raise if there is none."""
+        """Return the proof of the first table whose sharded model equals the plain one; ArchitectureError if none does."""
         if unknown := self.case.seen.spelling.unknown:
             problem = f"its files hold {unknown[0]}, which is neither a renamed nor a split tensor of the model"
             raise refusal(self.config, problem, "load it with plain transformers")

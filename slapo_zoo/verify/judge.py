@@ -48,7 +48,7 @@ RELATIVE = {torch.float64: 1e-4, torch.float32: 1e-3}
 def judge(
     trial: Trial, into: Comparison | None = None, scratch: Path | None = None
 ) -> Comparison:  # fmt: skip
-    """Run a schedule on a mesh and compare it with the plain model, first without dropout, then with it.
+    """Run a sharded model on a mesh and compare it with the plain model, first without dropout, then with it.
 
     Args:
         trial: the test case, the schedule and the mesh.

@@ -235,7 +235,7 @@ def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
     """
     found = torch.cat([seen.logits for seen in ranks], 1)
     if found.shape != plain.logits.shape:
-        return f"its output has the shape {list(plain.logits.shape)}, cut {list(found.shape)}"
+        return f"its output has the shape {list(plain.logits.shape)}, with cp=2 {list(found.shape)}"
     name = first_unlike(plain.modules, [seen.modules for seen in ranks])
     for number, (want, ours) in enumerate(zip(reached(plain.logits), reached(found), strict=True)):
         if (want * ours == -1).any():

@@ -113,7 +113,7 @@ class KeyMap:
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return name (file key), shape and placement of what files store of the model's tensors `specs`: tensors or pieces."""
+        """Return specs (file key, shape, placement) of what files store for the model's tensors `specs`: tensors or pieces."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
