@@ -175,9 +175,7 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Raise ConfigError for options under which the loss of task `pairs` (texts that belong together, each compared with the
-    other pairs of the step) would see a part of the step only.
-    """
+    """Raise ConfigError for options under which task `pairs` would compare a pair of texts with a part of its step only."""
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
