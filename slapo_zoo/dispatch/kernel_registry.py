@@ -179,8 +179,8 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a forward for `module`: a kernel's `forward` until somebody changes the class's forward or a child that
-    `passes` names; from then on the forward of the class.
+    """Return a forward for `module`: a kernel's `forward` until somebody changes the class's forward or one of the
+    children `passes`, whose work the kernel does itself; from then on the forward of the class.
     """
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
@@ -210,12 +210,12 @@ def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequ
     """
     found, own = served_class(module, serves), type(module)
     if found is None:
-        kinds = ", ".join(sorted(serves)) or "a function only"
-        return f"found {own.__name__}, {name} serves {kinds}"
+        kinds = ", ".join(sorted(serves)) or "calls of its function, and no module"
+        return f"found {own.__name__}, but the kernel {name} serves only {kinds}"
     packages = *KNOWN, package_of(serves[found.__name__])
     if package_of(found) not in packages or own.forward is not found.forward:
         mine = f"{own.__name__} of {own.__module__} with a forward of its own"
-        return f"found {mine}, but {name} replaces the forward of {found.__name__} in transformers"
+        return f"found {mine}, but the kernel {name} replaces the forward of {found.__name__} in transformers"
     parts = {
         own.__name__: module,
         **{f"{own.__name__}.{n}": getattr(module, n, None) for n in passes},

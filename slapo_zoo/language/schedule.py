@@ -97,8 +97,8 @@ class Selection(_Methods):
 
     def __getattr__(self, name: str) -> Callable[..., "Selection"]:
         if name not in PRIMITIVES:
-            known = f"registered primitives: {sorted(PRIMITIVES)}"
-            raise AttributeError(f"Selection: no attribute and no primitive {name!r}; {known}")
+            known = f"choose one of the registered: {sorted(PRIMITIVES)}"
+            raise AttributeError(f"sch[{self.path!r}] has no primitive {name!r}: {known}")
 
         def use(*args: Any, **kwargs: Any) -> "Selection":
             self.schedule.do(self.path, PRIMITIVES[name].called(self.path, args, kwargs))
@@ -180,7 +180,7 @@ class Schedule(Selection):
         """Return the paths of the modules that `pattern` matches; when none does, ScheduleError names the nearest paths.
 
         Args:
-            pattern: a path in which `*` stands for one segment.
+            pattern: a path in which `*` stands for one segment and `**` for several, or path:Class, e.g. `**:Linear`.
             what: the directive or method that is being applied, for the error message.
         """
         found = self.state.select(pattern)

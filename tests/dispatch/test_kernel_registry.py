@@ -26,7 +26,9 @@ def test_replace_with_a_kernel_name_installs_the_kernel_and_keeps_the_output():
     sch["1"].replace("layer_norm")
     assert model[1].forward.__wrapped__ is KERNELS["layer_norm"].serves["LayerNorm"]
     torch.testing.assert_close(model(x), want)
-    with pytest.raises(ScheduleError, match="found Linear, layer_norm serves LayerNorm"):
+    with pytest.raises(
+        ScheduleError, match="found Linear, but the kernel layer_norm serves only LayerNorm"
+    ):
         sch["0"].replace("layer_norm")
 
 

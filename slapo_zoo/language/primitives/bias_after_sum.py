@@ -54,10 +54,10 @@ def output_of(site: Site) -> str:
 
 
 def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool:
-    """Replace the forward of a row-parallel module by `collective(product) + bias`; return False for other classes.
+    """Replace the forward of a row-parallel module by `collective(product) + bias`; return True, or False if not done.
 
     Args:
-        module: a Linear, Conv1D or Conv2d whose weight is sharded along its inputs.
+        module: a Linear, Conv1D or Conv2d whose weight is sharded along its inputs; other classes stay unchanged.
         collective: all-reduces or reduce-scatters the partial products of the ranks.
     """
     names = [c.__name__ for c in type(module).__mro__ if c.__name__ in WITHOUT_BIAS]

@@ -93,7 +93,8 @@ def recompute_module(
         module: the module.
         path: path of the module; removing it from `state.checkpointed` switches recomputation off.
         state: state of the schedule.
-        policy: which results are saved: "" (none), "save_matmuls", "offload" (all) or "sharded" (the inputs, over tp).
+        policy: what is saved: "" (the inputs), "save_matmuls" (matrix products too), "offload" (all results, in host
+            memory) or "sharded" (the inputs, 1/tp of the first one on each tp rank).
         offload: keep the saved tensors in host memory until the backward.
     """
     state.checkpointed.append(path)

@@ -27,7 +27,9 @@ def register_primitive() -> Callable[[type], type]:
     def register(cls: type) -> type:
         if not inspect.isclass(cls):
             problem = f"found {cls!r}, expected a class"
-            raise ScheduleError("register_primitive", "", problem, "decorate a class")
+            raise ScheduleError(
+                "register_primitive", "", problem, "write @register_primitive() above a class"
+            )
         name, apply = getattr(cls, "name", None), getattr(cls, "apply", None)
         if issubclass(cls, Directive) and isinstance(name, str):
             return primitive(name)(cls)
@@ -82,8 +84,8 @@ class SiteView:
 
     def __getattr__(self, name: str) -> Callable[..., "SiteView"]:
         if name not in PRIMITIVES:
-            known = f"registered primitives: {sorted(PRIMITIVES)}"
-            raise AttributeError(f"SiteView: no attribute and no primitive {name!r}; {known}")
+            known = f"choose one of the registered: {sorted(PRIMITIVES)}"
+            raise AttributeError(f"the argument sch of apply() has no primitive {name!r}: {known}")
 
         def use(*args: Any, **kwargs: Any) -> "SiteView":
             directive = PRIMITIVES[name].called(self.site.path, args, kwargs)
