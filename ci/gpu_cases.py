@@ -133,7 +133,8 @@ def correct(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
     RuntimeError is raised for a larger error than allowed, or if a second run gives other bits.
     """
-    from slapo_zoo.dispatch.kernel_registry import force, load_kernels
+    from slapo_zoo.dispatch.choose_kernel import force
+    from slapo_zoo.dispatch.kernel_registry import load_kernels
 
     name, dtype = what.split(":")
     kernel: Any = load_kernels()[name]

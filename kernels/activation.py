@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.dispatch.kernel_registry import in_triton, operator, runs_triton
+from slapo_zoo.dispatch.choose_kernel import in_triton, runs_triton
+from slapo_zoo.dispatch.kernel_registry import operator
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.kernels.dropout_mask import mask_like
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.kernel_registry import in_triton, kernel, operator, runs_triton
+from slapo_zoo.dispatch.choose_kernel import in_triton, runs_triton
+from slapo_zoo.dispatch.kernel_registry import kernel, operator
 from slapo_zoo.kernels.linear import is_plain, linear
 
 SHAPES = [(1, 3, 5, 5), (3, 10, 7, 5), (2, 33, 8, 8), (0, 4, 3, 3)]

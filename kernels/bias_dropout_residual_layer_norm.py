@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.dispatch.kernel_registry import kernel, runs_triton
+from slapo_zoo.dispatch.choose_kernel import runs_triton
+from slapo_zoo.dispatch.kernel_registry import kernel
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
 from slapo_zoo.kernels.layer_norm import reference as layer_norm_reference

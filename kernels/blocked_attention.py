@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.kernel_registry import TRITON_DTYPES, in_triton, operator
+from slapo_zoo.dispatch.choose_kernel import TRITON_DTYPES, in_triton
+from slapo_zoo.dispatch.kernel_registry import operator
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.parallel.rng.device_seeds import drawn_cells, is_kept
 

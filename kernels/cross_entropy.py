@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.kernel_registry import in_triton, operator
+from slapo_zoo.dispatch.choose_kernel import in_triton
+from slapo_zoo.dispatch.kernel_registry import operator
 
 CACHED = 1 << 21  # bytes of fp32 logits per block on a CPU, for several passes in cache
 

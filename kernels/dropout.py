@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.kernel_registry import in_triton, kernel, operator
+from slapo_zoo.dispatch.choose_kernel import in_triton
+from slapo_zoo.dispatch.kernel_registry import kernel, operator
 from slapo_zoo.kernels.dropout_mask import mask_like
 
 SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.kernel_registry import in_triton, operator, runs_triton
+from slapo_zoo.dispatch.choose_kernel import in_triton, runs_triton
+from slapo_zoo.dispatch.kernel_registry import operator
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import require_indices

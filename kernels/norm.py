@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.kernel_registry import in_triton, operator
+from slapo_zoo.dispatch.choose_kernel import in_triton
+from slapo_zoo.dispatch.kernel_registry import operator
 from slapo_zoo.kernels.dropout_mask import mask_like
 
 MOST_COLUMNS = 8192  # longer rows spill registers

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.kernel_registry import kernel, runs_triton
+from slapo_zoo.dispatch.choose_kernel import runs_triton
+from slapo_zoo.dispatch.kernel_registry import kernel
 from slapo_zoo.kernels.blocked_attention import attention, cannot, in_one_piece
 from slapo_zoo.kernels.dropout_mask import hides_only_padding, keys_of, mask_like, new_seeds
 

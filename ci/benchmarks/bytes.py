@@ -168,7 +168,7 @@ def on_meta(model: Any) -> Any:
 
 def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
     """Count the bytes of one training step (without optimizer) of a model; `ours`: it has `train_step`."""
-    from slapo_zoo.dispatch.kernel_registry import force
+    from slapo_zoo.dispatch.choose_kernel import force
 
     run = model.train_step if ours else lambda batch: model(**batch).loss.backward()
     for _ in range(2):  # the first step of a model sets up what later ones reuse

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch.baselines import EXPERT, PLAIN, liger
-from slapo_zoo.dispatch.choose_kernel import KEPT
-from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket, force, load_kernels
+from slapo_zoo.dispatch.choose_kernel import KEPT, force
+from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket, load_kernels
 from slapo_zoo.dispatch.tables import (
     UNMEASURED,
     Table,

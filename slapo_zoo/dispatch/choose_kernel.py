@@ -1,15 +1,26 @@
 """Decide whether a kernel or torch's operations run for an input width on a device: by timings, or by an estimate.
 
-On a GPU without timings only the kernels in PRIOR run, which do less work than torch's operations. Which modules a
-kernel can replace is decided in slapo_zoo.zoo.kernels_for_modules.
+`runs_triton` decides in each call of a kernel. On a GPU without timings only the kernels in PRIOR run, which do less
+work than torch's operations. Which modules a kernel can replace is decided in slapo_zoo.zoo.kernels_for_modules.
 """
 
+import importlib.util
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
-from slapo_zoo.dispatch.tables import UNMEASURED, Table, capability, table_of
+import torch
+from torch import Tensor
 
+from slapo_zoo.dispatch.kernel_registry import Kernel
+from slapo_zoo.dispatch.tables import UNMEASURED, Table, capability, changes, table_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are in fp32, so no fp64
 KEPT = 0.98  # least ratio of the best alternative's time to the kernel's
 FAR = 2.0  # powers of two between a measured size and one that is decided by it
 OLDEST = (7, 0)  # compute capability that Triton serves
@@ -90,3 +101,72 @@ def _estimated(name: str, dtype: str, device: str) -> Decision:
     if name in PRIOR and recent:
         return Decision(True, f"estimated: {PRIOR[name]} (nothing was measured on {device})")
     return Decision(False, f"{UNMEASURED} on {device} in {dtype}")
+
+
+def falls_back(kernel: Kernel, dtype: torch.dtype, size: int, device: str) -> str:
+    """Return why the kernel must run as torch operations on a GPU; "" if its Triton code can run, or on a CPU.
+
+    Args:
+        kernel: the registered kernel.
+        dtype: dtype of the input.
+        size: length of the input's last axis.
+        device: "cpu", or the name of the GPU.
+    """
+    if device == "cpu":
+        return ""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if dtype not in TRITON_DTYPES:
+        return f"{str(dtype)[6:]} has no Triton kernel"
+    return kernel.limits(torch.empty(1, size, dtype=dtype, device="meta"))
+
+
+def implementation(kernel: Kernel, device: str) -> tuple[str, str]:
+    """Return (implementation, reason) for a device ("cpu", or a GPU's name): what computes the kernel there, and
+    why. The implementation is "triton", "torch" or a few words on other code, as in `kernel.paths`.
+    """
+    if device == "cpu":
+        return kernel.paths.get("cpu", "torch"), "the best of what runs on a CPU"
+    if not any(key.startswith(f"{kernel.name}:") for key in table_of(device).dispatch):
+        return "torch", f"{UNMEASURED} on {device}"
+    return "triton", "where it was measured not to be slower"
+
+
+_forced: list[str] = []
+
+
+@contextmanager
+def force(path: str) -> Iterator[None]:
+    """Context in which GPUs run kernels by `path`, "triton" or "torch", whatever was measured (tests, benchmarks)."""
+    _forced.append(path)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def runs_triton(name: str, x: Tensor) -> bool:
+    """Return whether the Triton code of the kernel `name` runs for the input `x`, by measurements on the device of `x`."""
+    if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
+        return False
+    if INTERPRETED or x.device.type == "cpu":
+        return INTERPRETED
+    if _forced:
+        return _forced[-1] == "triton"
+    device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    return _decided(name, str(x.dtype)[6:], int(x.shape[-1]), device, changes())
+
+
+@lru_cache(maxsize=1024)
+def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
+    """Return whether the Triton code of kernel `name` runs for a dtype, size and device; False without timings there.
+
+    The result is cached. `tables` counts the changes of the timing tables so far: each change gives a new cache entry.
+    """
+    known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
+    return known and decide(name, dtype, size, device).runs
+
+
+def in_triton(x: Tensor) -> bool:
+    """Return whether Triton can compute on the tensor `x`: Triton is installed, and serves the dtype and device of `x`."""
+    return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)

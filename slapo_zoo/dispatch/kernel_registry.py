@@ -1,29 +1,22 @@
 """Registry of kernels: those that `replace(name)` can install in modules; on each device Triton or torch runs them."""
 
-import importlib.util
-import os
+import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, wraps
+from functools import cache, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.dispatch.choose_kernel import decide
-from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel.once import once
 
 NAMESPACE = "slapo_zoo"  # namespace of our operators in torch.ops
 KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels serve
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are in fp32, so no fp64
 
 
 @dataclass(frozen=True)
@@ -63,32 +56,6 @@ class Kernel:
     runs_inside: bool = False
     innermost: bool = False
     limits: Callable[[Tensor], str] = lambda x: ""
-
-    def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
-        """Return why the kernel must run as torch operations on a GPU; "" if its Triton code can run, or on a CPU.
-
-        Args:
-            dtype: dtype of the input.
-            size: length of the input's last axis.
-            device: "cpu", or the name of the GPU.
-        """
-        if device == "cpu":
-            return ""
-        if not HAS_TRITON:
-            return "Triton is not installed"
-        if dtype not in TRITON_DTYPES:
-            return f"{str(dtype)[6:]} has no Triton kernel"
-        return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
-
-    def runs(self, device: str) -> tuple[str, str]:
-        """Return (implementation, reason) for a device ("cpu", or a GPU's name): what computes the kernel there, and
-        why. The implementation is "triton", "torch" or a few words on other code, as in `paths`.
-        """
-        if device == "cpu":
-            return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
-        if not any(key.startswith(f"{self.name}:") for key in table_of(device).dispatch):
-            return "torch", f"{UNMEASURED} on {device}"
-        return "triton", "where it was measured not to be slower"
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -297,46 +264,6 @@ def operator(
         return op
 
     return register
-
-
-_forced: list[str] = []
-
-
-@contextmanager
-def force(path: str) -> Iterator[None]:
-    """Context in which GPUs run kernels by `path`, "triton" or "torch", whatever was measured (tests, benchmarks)."""
-    _forced.append(path)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
-def runs_triton(name: str, x: Tensor) -> bool:
-    """Return whether the Triton code of the kernel `name` runs for the input `x`, by measurements on the device of `x`."""
-    if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
-        return False
-    if INTERPRETED or x.device.type == "cpu":
-        return INTERPRETED
-    if _forced:
-        return _forced[-1] == "triton"
-    device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
-    return _decided(name, str(x.dtype)[6:], int(x.shape[-1]), device, changes())
-
-
-@lru_cache(maxsize=1024)
-def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """Return whether the Triton code of kernel `name` runs for a dtype, size and device; False without timings there.
-
-    The result is cached. `tables` counts the changes of the timing tables so far: each change gives a new cache entry.
-    """
-    known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
-    return known and decide(name, dtype, size, device).runs
-
-
-def in_triton(x: Tensor) -> bool:
-    """Return whether Triton can compute on the tensor `x`: Triton is installed, and serves the dtype and device of `x`."""
-    return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 
 def bucket(name: str, x: Tensor) -> str:

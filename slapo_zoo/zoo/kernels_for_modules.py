@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.dispatch.benchmark import quick_table
-from slapo_zoo.dispatch.choose_kernel import PRIOR, decide
+from slapo_zoo.dispatch.choose_kernel import PRIOR, decide, falls_back
 from slapo_zoo.dispatch.kernel_registry import Kernel, load_kernels
 from slapo_zoo.dispatch.tables import keep
 from slapo_zoo.errors import ScheduleError
@@ -136,7 +136,7 @@ def _verdict(
         return False, refusal
     if names is None:
         return measured(sch, kernel, device)
-    instead = kernel.falls_back(_dtype(sch), _size(sch.model.config, kernel), device)
+    instead = falls_back(kernel, _dtype(sch), _size(sch.model.config, kernel), device)
     return True, f"{ASKED}, but torch operations run: {instead}" if instead else ASKED
 
 
@@ -146,7 +146,7 @@ def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
     """
     dtype, size = _dtype(sch), _size(sch.model.config, kernel)
     found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)
-    instead = kernel.falls_back(dtype, size, device) if kernel.name not in PRIOR else ""
+    instead = falls_back(kernel, dtype, size, device) if kernel.name not in PRIOR else ""
     return (False, instead) if found.runs and instead else (found.runs, found.reason)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from slapo_zoo.dispatch import kernel_registry as kernel
 from slapo_zoo.dispatch import tables
-from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket, runs_triton
+from slapo_zoo.dispatch.choose_kernel import implementation, runs_triton
+from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket
 from slapo_zoo.dispatch.tables import slug
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.kernels import layer_norm  # noqa: F401 - registers itself
@@ -33,12 +34,15 @@ def test_replace_with_a_kernel_name_installs_the_kernel_and_keeps_the_output():
 
 
 def test_layer_norm_kernel_on_cpu_runs_torch_layer_norm():
-    assert KERNELS["layer_norm"].runs("cpu") == ("F.layer_norm", "the best of what runs on a CPU")
+    assert implementation(KERNELS["layer_norm"], "cpu") == (
+        "F.layer_norm",
+        "the best of what runs on a CPU",
+    )
     assert not runs_triton("layer_norm", torch.zeros(2, 8))
 
 
 def test_layer_norm_kernel_runs_torch_operations_on_an_unmeasured_gpu():
-    path, why = KERNELS["layer_norm"].runs("Some GPU 9000")
+    path, why = implementation(KERNELS["layer_norm"], "Some GPU 9000")
     assert path == "torch"
     assert why == "unmeasured on Some GPU 9000"
 
@@ -50,7 +54,7 @@ def test_layer_norm_kernel_runs_triton_on_a_gpu_where_triton_was_measured_faster
     (tmp_path / "some-gpu-9000.json").write_text(json.dumps({"dispatch": table}))
     monkeypatch.setattr(tables, "MEASURED", tmp_path)
     monkeypatch.setattr(tables, "_kept", {})
-    assert KERNELS["layer_norm"].runs("Some GPU-9000")[0] == "triton"
+    assert implementation(KERNELS["layer_norm"], "Some GPU-9000")[0] == "triton"
     assert bucket("layer_norm", torch.zeros(5, 768, dtype=torch.bfloat16)) in table
 
 

@@ -82,7 +82,7 @@ def test_every_kernel_compiles_with_torch_compile_to_one_graph(interpreter, name
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
 def test_kernel_on_a_gpu_equals_its_reference_implementation(name, shape):
-    from slapo_zoo.dispatch.kernel_registry import force
+    from slapo_zoo.dispatch.choose_kernel import force
 
     with force("triton"):
         check_reference(name, shape, torch.bfloat16, "cuda")

@@ -11,7 +11,6 @@ from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, sch
 from refusals import refused
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
 from slapo_zoo.dispatch import choose_kernel, tables
-from slapo_zoo.dispatch import kernel_registry as registry
 from slapo_zoo.dispatch.benchmark import SHAPES
 from slapo_zoo.zoo import kernels_for_modules
 from slapo_zoo.zoo.kernels_for_modules import choose
@@ -162,7 +161,7 @@ def test_kernel_that_the_device_does_not_support_runs_as_torch_operations_with_a
 ):
     """A requested kernel runs as torch operations and gives the reason; "auto" leaves it out."""
     sizes = dict(sizes)
-    monkeypatch.setattr(registry, "HAS_TRITON", not sizes.pop("without", False))
+    monkeypatch.setattr(choose_kernel, "HAS_TRITON", not sizes.pop("without", False))
     config, cls = tiny_config(case)
     config.update(sizes)
     sch = Outline(config, cls, Mesh(), dtype).schedule
