@@ -1,1 +1,4 @@
-"""Search for the fastest batch size, recomputation, kernels and mesh of a model, by measuring training steps."""
+"""Search for the fastest batch size, recomputation, kernels and mesh of a model, by measuring training steps.
+
+This package imports `model`, `tune.planner` and lower packages.
+"""
