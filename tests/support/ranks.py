@@ -69,9 +69,9 @@ class Job:
 
 
 def forkserver():
-    """Return the fork server whose processes have imported `warm`."""
+    """Return the fork server whose processes have imported `warm` and `warm_saves`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm"])
+    context.set_forkserver_preload(["warm_saves", "warm"])
     with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
         ensure_running()  # the server knows our PYTHONPATH, not our sys.path
     return context

@@ -10,7 +10,6 @@ import pytest  # noqa: F401
 import torch
 import torch.distributed.device_mesh  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
-from accelerate.utils import extract_model_from_parallel
 
 import slapo_zoo.model.checkpoints.resume  # noqa: F401
 import slapo_zoo.model.integrations.dialects.torch  # noqa: F401
@@ -25,9 +24,6 @@ from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.zoo.outline import Outline
 
 torch.set_num_threads(1)
-extract_model_from_parallel(
-    torch.nn.Identity()
-)  # imports deepspeed, as `save_pretrained` of each worker would
 threads = len(os.listdir("/proc/self/task"))
 for name in ("GPT2LMHeadModel", "LlamaForCausalLM"):
     case = Case(name, ("tokens",))
