@@ -98,7 +98,8 @@ class Selection(_Methods):
     def __getattr__(self, name: str) -> Callable[..., "Selection"]:
         if name not in PRIMITIVES:
             known = f"choose one of the registered: {sorted(PRIMITIVES)}"
-            raise AttributeError(f"sch[{self.path!r}] has no primitive {name!r}: {known}")
+            path = vars(self).get("path", "")  # a copy asks before it has one
+            raise AttributeError(f"sch[{path!r}] has no primitive {name!r}: {known}")
 
         def use(*args: Any, **kwargs: Any) -> "Selection":
             self.schedule.do(self.path, PRIMITIVES[name].called(self.path, args, kwargs))

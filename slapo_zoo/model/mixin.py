@@ -355,12 +355,8 @@ class Scheduled(Structure, Generates, Recomputes):
             together(self.mesh, "push_to_hub", lambda: None)  # before rank 0 deletes it
 
     def push_schedule_to_hub(
-        self,
-        repo_id: str | Path,
-        base_model: str | None = None,
-        any_size: bool = False,
-        **kwargs: Any,
-    ) -> str:
+        self, repo_id: str | Path, base_model: str | None = None, any_size: bool = False, **kwargs: Any
+    ) -> str:  # fmt: skip
         """Publish the schedule as a card (JSON, README); return the value for `schedule=` of a load. All ranks call this.
 
         Args:

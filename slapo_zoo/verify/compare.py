@@ -373,9 +373,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Check that training with dropout gives the same loss and gradients on the mesh (`found`, by rank) as on one rank.
-    The same masks are drawn on every mesh. `near` has the runs on one rank; the outcome goes into `into`.
-    """
+    """Check that training with dropout has the loss and gradients of one rank (`near`) on a mesh (`found`); fill `into`."""
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
     # the error of one number may be small by chance: gradients show how rounding grows
@@ -386,9 +384,7 @@ def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> N
         near.check(into, "dropout", name, found[0].grads[name], lambda r, n=name: r.grads[n], largest)  # fmt: skip
 
 
-def collective_counts(
-    into: Comparison, found: Sequence[RankResult], want: Mapping[str, int] | None
-) -> None:
+def collective_counts(into: Comparison, found: Sequence[RankResult], want: Mapping[str, int] | None) -> None:  # fmt: skip
     """Check that each tp rank ran the predicted number of tp collectives of each kind in one step. `found` has a result
     per rank, `want` is {kind: number over all stages}; None checks nothing. The outcome goes into `into`.
     """
