@@ -247,8 +247,9 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[str, Any]]]:
-    """Return (arguments that follow v in each Triton kernel of this file, {"forward", "query" or "key": compile-time
-    constants of that kernel}) for q and k [B, S, H, D]; `given` has the other arguments of `blocked_attention.attention`.
+    """Return (arguments that follow v in each Triton kernel of this file, {"forward", "query" (gradient of q) or
+    "key" (of k and v): compile-time constants of that kernel}) for q and k [B, S, H, D]; `given` is the tuple of the other
+    arguments of `blocked_attention.attention`.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds

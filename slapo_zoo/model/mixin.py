@@ -339,7 +339,7 @@ class Scheduled(Structure, Generates, Recomputes):
             _on_first(self.mesh, push and push.upload)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> None:
-        """Upload the weights as plain `transformers` reads them, and the schedule as a card (JSON file and README).
+        """Upload the weights as plain `transformers` reads them, and the schedule (how modules are sharded) as JSON and README.
 
         A collective call of all ranks; rank 0's temporary folder (TMPDIR) must be one that all ranks reach. A load with
         `schedule=repo_id` then uses that schedule. A schedule with a Python function is left out, with a warning.
@@ -357,7 +357,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def push_schedule_to_hub(
         self, repo_id: str | Path, base_model: str | None = None, any_size: bool = False, **kwargs: Any
     ) -> str:  # fmt: skip
-        """Publish the schedule as a card (JSON, README); return the value for `schedule=` of a load. All ranks call this.
+        """Publish the schedule (how modules are sharded) as JSON and README; return the `schedule=` of a load. All ranks call it.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.

@@ -115,7 +115,7 @@ class RankPlan:
         tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
         units: paths of the modules that this rank's pipeline stages run.
         cuts: paths of the modules after which a stage ends.
-        sites: path of a module of this rank that draws random numbers --> text of the directive that has it seeded.
+        sites: path of a module of this rank that draws random numbers --> text of the directive (`fork_rng`, ...) that seeds it.
     """
 
     mesh: Mesh

@@ -83,7 +83,8 @@ class Pipeline:
         return known[0]
 
     def _dry_run(self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None) -> Found:
-        """Do a dry run; return (calls of blocks, embeddings and heads, DataReads: data of `batch` that the forward read).
+        """Run the forward on fake tensors; return (calls of blocks, embeddings and heads with the shapes that they return,
+        DataReads: data of `batch` that the forward read).
 
         `divided` is True if tokens are sharded over tp; `cut` says how they are sharded over cp, or is None.
         """

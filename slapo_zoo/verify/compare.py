@@ -310,7 +310,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare the weights of `result` after AdamW with the plain model's in `near`.
+    """Compare the weights of `result` after AdamW with those of the plain runs in `near`; record differences in `into`.
 
     Where the plain gradient is 0 up to rounding, an error of two learning rates is allowed, as AdamW scales noise up.
     """

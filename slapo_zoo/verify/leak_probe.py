@@ -104,7 +104,11 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 
 
 def _candidates(case: Case) -> list[str]:
-    """Return the ways to give positions to a cp rank's tokens that the class allows: "counted", "placed", "none", ..."""
+    """Return the ways that the model class allows to give a cp rank's tokens their positions in the whole row.
+
+    They are the names in POSITIONS (how `position_ids` are made), "placed" (a module that counts tokens by itself gets the
+    offset), "relative" (a bias by distance) and "none" (the model has no positions).
+    """
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
     if any(hasattr(module, "compute_bias") for module in modules.values()):

@@ -123,7 +123,7 @@ class KeyMap:
 
         Args:
             specs: name, shape and placement of each tensor of the model.
-            found: keys of a checkpoint, renamed as in the model; the files hold these tensors unsplit.
+            found: names of tensors that the checkpoint stores in one piece; they are returned as they are.
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
@@ -159,7 +159,7 @@ class KeyMap:
             local: name --> local tensor of this rank.
             specs: name, shape and placement of each tensor of the model.
             mesh: mesh with the coordinates of this rank.
-            found: keys of a checkpoint, renamed as in the model; the files hold these tensors unsplit.
+            found: names of tensors that the checkpoint stores in one piece; they are returned as they are.
         """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}

@@ -110,7 +110,9 @@ def test_plan_in_a_schedule_card_is_ignored_if_the_user_passes_cp(tmp_path, said
     assert "cp=2 was asked for" in said.text
 
 
-def test_schedule_card_keeps_its_recomputed_blocks_when_its_layout_plan_is_applied(tmp_path, said):
+def test_blocks_that_a_published_schedule_recomputes_stay_so_with_the_mesh_of_its_plan(
+    tmp_path, said
+):
     """The plan sets layout and micro-batches; the program's own recomputation stays."""
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny", checkpoint_ratio=0.34).write(folder)

@@ -194,7 +194,7 @@ def loop_with_a_head(folder, cls):
     return found, head.weight.tolist(), seen, steps, len(optimizer.state)
 
 
-def test_bit_exact_mode_step_of_torch_adamw_on_threads_is_bit_equal_to_a_user_subclass_of_adamw(
+def test_adamw_step_of_ranks_as_threads_in_bit_exact_mode_equals_that_of_a_user_subclass(
     root, ranks
 ):
     folder = checkpoint(GPT2, root)

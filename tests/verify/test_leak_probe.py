@@ -111,7 +111,7 @@ def both():
     return model._slapo.table.cut_tokens["CamembertForMaskedLM"], ""
 
 
-def test_cp_support_probe_error_counts_the_positions_changed_by_one_token():
+def test_refusal_of_a_model_that_leaks_over_cp_counts_the_outputs_that_one_token_changed():
     """A causal model whose second rank does not see the first one's tokens."""
     plain, cut = torch.zeros(5, 4, 2), torch.zeros(5, 4, 2)
     for token in range(4):

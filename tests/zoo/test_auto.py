@@ -183,7 +183,7 @@ def test_schedule_auto_on_one_rank_draws_the_dropout_masks_of_two_ranks(root, ra
     assert found[0].losses == pytest.approx(found[1].losses, rel=1e-6)
 
 
-def test_schedule_auto_refuses_micro_batches_of_a_model_whose_derivation_failed(monkeypatch):
+def test_schedule_auto_refuses_micro_batches_if_no_sharding_rules_could_be_derived(monkeypatch):
     monkeypatch.setattr(
         derived, "_document", lambda *_: {"error_of": ["zoo", "auto", "no", "none"]}
     )

@@ -239,7 +239,7 @@ def dropout_cells():
 
 @pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize(("family", "case", "layout"), [*dropout_cells()])
-def test_every_model_family_with_dropout_has_the_losses_of_one_process(
+def test_every_sharded_model_family_with_dropout_on_has_the_losses_of_one_process(
     family, case, layout, root, threads, record_property
 ):
     """Compare with the one-process run of the same seed, which for GPT-2 and BERT equals plain

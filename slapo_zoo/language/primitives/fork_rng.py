@@ -82,7 +82,7 @@ class ForkRng(Directive):
             module.forward = self._forked(site, module.forward)
 
     def _after_path(self, site: Site) -> str:
-        """Return the path of the module whose name is the argument `after`: a child, or for a Dropout a sibling."""
+        """Return the path of the linear whose output is dropped out, named by `after`: a child, or for a Dropout a sibling."""
         drops = isinstance(site.module, nn.Dropout | nn.Identity)  # Identity: a rate of 0
         inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)

@@ -14,5 +14,6 @@ class Seen:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"{name!r} is private: read the attribute of the module itself")
+            kind = type(self.__dict__.get("_module")).__name__
+            raise AttributeError(f"a rule may read public attributes of {kind}, but not {name!r}")
         return self._values[name] if name in self._values else getattr(self._module, name)

@@ -140,7 +140,7 @@ def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
     for name, value in saved.items():
         kinds = _kind(value), _kind(own[name])
         if None not in (value, own[name]) and kinds[0] != kinds[1]:
-            problem = f"the checkpoint has {value!r:.60}, your scheduler has {own[name]!r:.60}"
+            problem = f"the checkpoint has {value!r:.60}, your scheduler has {own[name]!r:.60}: another type"
             raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
 
 

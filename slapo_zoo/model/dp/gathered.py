@@ -133,7 +133,7 @@ class Group:
     """Group of parameters, sharded by ZeRO, that one all-gather gathers.
 
     Args:
-        shards: process groups of the ranks over which the parameters' rows are sharded.
+        shards: how the parameters are sharded: process groups, and the collectives that gather rows and sum gradients.
         parameters: (parameter with this rank's rows, shape before ZeRO) pairs of one dtype, all trained or all frozen.
         is_wide: True if modules read the parameters in their own dtype, whatever dtype the model computes in.
     """

@@ -41,8 +41,9 @@ _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
-    """Load a model for training whose bits do not depend on the mesh (`options.exact`); return the
-    part of it that this process runs.
+    """Load a model that trains with the same bits on every number of processes; return the part that this process runs.
+
+    `options.exact` is the virtual mesh: always as many ranks, of which each process runs several as threads.
 
     Args:
         options: options of the loader; tp, pp and dp are the mesh of the processes.
@@ -191,7 +192,8 @@ class ExactModel(nn.Module):
     @property
     def _slapo(self) -> Any:
         """Raise SlapoError: functions that read this attribute of a model support one rank per process, not several."""
-        problem = "exact models (from_pretrained(..., exact=...)) do not support this call"
+        problem = "a function that works on one rank (an optimizer wrapper, a schedule, an engine) got a model with exact=,"
+        problem += " whose process runs several ranks"
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 
     def __getattr__(self, name: str) -> Any:
@@ -205,7 +207,7 @@ class ExactModel(nn.Module):
     def forward(self, *args: Any, **batch: Any) -> Any:
         """Return the model's own output for this process's rows; its tensors have gradients as usual.
 
-        A scalar, such as the loss, is the mean over the virtual dp ranks of this process, as DDP averages losses.
+        A scalar, such as the loss, is the mean over the dp ranks that this process runs as threads.
         """
         names = list(inspect.signature(type(self.hosted[0]).forward).parameters)[1:]
         batch |= dict(zip(names, args, strict=False))

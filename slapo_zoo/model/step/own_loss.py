@@ -1,4 +1,4 @@
-"""The user's own loss in `train_step`: its arguments, and its share of the loss of the step."""
+"""The user's own loss in `train_step`: which arguments it gets, and how the loss of a micro-batch is weighted in the step."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -357,7 +357,7 @@ class LogitsKept:
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
-        """Return the output object with the loss and all logits, on every stage; `pipeline` is None without stages."""
+        """Return the output object with the loss and all logits; the last stage broadcasts it (`pipeline` None: no stages)."""
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()
         whole = {name: torch.cat([part[name] for part in parts]) for name in names}

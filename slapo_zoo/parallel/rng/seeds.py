@@ -77,8 +77,8 @@ class RngTracker:
 class GeneratorOfThreads(threading.local):
     """Wrapper of torch's CPU generator for emulated ranks, which are threads and share it.
 
-    Each thread has its own `mark`, a number that identifies the state that the generator would have if the rank were
-    a process.
+    Each thread has its own `mark`: a number that stands for the state which the generator of that rank would have in a
+    process of its own. The state that the threads share depends on their order, so a rank compares marks instead.
     """
 
     def __init__(self, own: torch.Generator):

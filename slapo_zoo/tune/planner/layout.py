@@ -125,8 +125,8 @@ def layouts(
         blocks: number of blocks of the model, which bounds the number of stages.
         orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
-        cp: ranks that shard the tokens of each row; with cp > 1 a recomputed block keeps nothing.
-        cp_attention: how attention sees the tokens of all cp ranks.
+        cp: ranks that shard the tokens of each row; with cp > 1 no layout keeps activations of a recomputed block.
+        cp_attention: how attention gets the keys of other cp ranks: "gather", "ulysses" or "ring".
     """
     whole = tp > 1 and not sequence_parallel
     policies = RECOMPUTE + LEAST * whole if cp == 1 else [one for one in RECOMPUTE if not one[1]]

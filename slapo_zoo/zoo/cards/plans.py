@@ -1,4 +1,6 @@
-"""Plans in a card: mesh sizes and other loader arguments simulated as fastest, under "simulated" in `tuning.json`."""
+"""Plans in a card (a published schedule): for a model and a device the `from_pretrained` arguments, such as mesh sizes,
+that were the fastest in a simulation. They are stored under "simulated" in the card's `tuning.json`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -108,7 +110,7 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
     if error is not None:
         place = ".".join(map(str, (SIMULATED, *error.absolute_path)))
         hint = (
-            "take this entry out of the file; `python3 ci/run.py cards --tune` writes entries again"
+            "take this entry out of the card's tuning.json, or load with a card whose file is valid"
         )
         raise CardError("tuning.json", f"{place:.200}", f"{error.message:.300}", hint)
     return [Plan(**entry) for entry in found.values()]

@@ -68,7 +68,10 @@ def _yaml(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise _refused(f"this is not valid YAML: {str(error).splitlines()[0]:.120}") from None
     if not isinstance(document, dict):
-        raise _refused(f"found {type(document).__name__}, expected a mapping of keys to values")
+        raise _refused(
+            f"found {type(document).__name__}, expected a mapping",
+            "write lines `key: value` between the ---",
+        )
     return document
 
 

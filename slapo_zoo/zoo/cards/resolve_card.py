@@ -88,7 +88,9 @@ def check_structure(program: Program, config: Any, cls: type) -> None:
         problem = f"the card was made for {program.model_class}, the model is {cls.__name__}"
         raise CardError("card", "class", problem, "pass auto_class=, or choose another card")
     _check_digest(
-        program, structure_of(config, cls), "take a card of this size, or one made with --any-size"
+        program,
+        structure_of(config, cls),
+        "take a card of this size, or one that `slapo-zoo card make --any-size` made",
     )
 
 

@@ -1,4 +1,4 @@
-"""torch's own data parallelism with a scheduled model: DDP or FSDP2 over dp.
+"""Data parallelism of a sharded model by torch instead of by this package: DDP or FSDP2 (`fully_shard`) over dp.
 
 Sources: arXiv:2006.15704 (DDP), arXiv:2304.11277 (FSDP); `torch.distributed.fsdp.fully_shard`.
 """
