@@ -59,7 +59,7 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a child core_attn of this module"
-            hint = "set the config's attention dropout to 0, or add that child by schedule[path of the module].core_attention()"
+            hint = "set the config's attention dropout to 0, or add that child by schedule[path of the module].core_attention(num_heads=...)"
             raise SlapoError("attention", type(attention).__name__, problem, hint)
         core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()
         return core(q, k, v, mask, attention=attention, **kwargs)

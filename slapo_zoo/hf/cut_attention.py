@@ -211,7 +211,7 @@ def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[N
 
 
 def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
-    """Replace forwards of modules that number tokens or compute scores themselves, so that the positions of this cp
+    """Replace methods of modules that number tokens or compute scores themselves, so that the positions of this cp
     rank's tokens are those in the whole row.
 
     Args:

@@ -120,7 +120,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias [*, total] of a T5 layer `attention`: `bias`, if it is for the keys of all cp ranks.
+    """Return the position bias [*, total] of a T5 layer `attention`: `bias`, if it is None or for all cp ranks' keys.
 
     A layer without a bias of its own passes zeros for the `own` keys of this rank: None is returned for those.
 

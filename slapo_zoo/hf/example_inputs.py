@@ -97,9 +97,9 @@ def cut_example(
 ) -> dict[str, Tensor]:
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
-    Like training (`slapo_zoo.model.step.cut_batch`), this adds labels of the next token where the head shifts labels, and
-    position ids where `positions` begins with "counted". `positions` says how the model finds its tokens' positions:
-    "counted", "counted by mask", "counted real", "placed", "relative" or "none".
+    Like training (`slapo_zoo.model.step.cut_batch`), but right in shape only, this adds `shift_labels` where the
+    head shifts labels, and `position_ids` where `positions` begins with "counted". `positions` says how the model finds
+    its tokens' positions: "counted", "counted by mask", "counted real", "placed", "relative" or "none".
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}

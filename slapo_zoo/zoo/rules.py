@@ -97,8 +97,8 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of an attention's `attribute` that counts query heads per KV head: tp divides the attribute only
-    if tp exceeds the number of KV heads, since ranks then share a KV head. `kv_heads` is the name of that number.
+    """Return the rule of an attention's `attribute` that counts query heads per KV head: the attribute shrinks only if
+    tp exceeds the number of KV heads, since ranks then share a KV head. `kv_heads` is the name of that number.
     """
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 

@@ -23,7 +23,7 @@ from slapo_zoo.zoo.cards.program import MODULE, Program
 
 
 def load_card(name: str) -> Card:
-    """Return the card (published schedule) in a folder, a Hub repository (org/name@revision) or a lone schedule.json."""
+    """Return the card (published schedule) in a folder, a Hub repository (org/name@revision) or a lone .json file."""
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)
@@ -101,7 +101,7 @@ def _check_digest(program: Program, found: str, hint: str) -> None:
 
 
 def program_for_all(name: str, mesh: Mesh) -> Program:
-    """Return, on every rank, a published schedule as data; rank 0 reads it from `name`, a folder or org/name@sha."""
+    """Return, on every rank, a published schedule as data; rank 0 reads it from `name`, as `load_card` takes it."""
 
     def first() -> bytes:
         return load_card(name).program.to_bytes() if mesh.rank == 0 else b""

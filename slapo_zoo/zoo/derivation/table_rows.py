@@ -209,7 +209,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return {field of `Table`: value} for the fields that depend on the observed forward `seen`, not on rules."""
+    """Return {field of `Table`: value} for the fields that model and observed forward `seen` give, not rules."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
