@@ -252,12 +252,12 @@ class Classify(Labelled):
     optional = ("text_pair",)
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return {"input_ids": tokens of each text or pair of texts, "labels": class id of each}."""
+        """Return {"input_ids": tokens of each text or pair of texts, "labels": class id of each, ...}."""
         texts = [columns[name] for name in ("text", "text_pair") if name in columns]
         return {**_encoded(self, *texts), "labels": as_numbers(columns["label"], self.names)}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"input_ids", "attention_mask": [rows, tokens], padded to the longest row, "labels": [rows]}."""
+        """Return {"input_ids", "attention_mask", ...: [rows, tokens], padded to the longest row, "labels": [rows]}."""
         return {**_inputs(self, rows), "labels": as_tensor(rows["labels"])}
 
 
@@ -270,7 +270,7 @@ class Tag(Labelled):
     kinds: ClassVar = {"tokens": "a list of texts", "tags": "a list of classes"}
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return {"input_ids": tokens of each row's words, "labels": for each token a class id, or IGNORED (-100)}."""
+        """Return {"input_ids": tokens of each row's words, "labels": a class id or IGNORED (-100) per token, ...}."""
         words = [list(one) for one in columns["tokens"]]
         found = self.tokenizer(words, truncation=True, max_length=self.seq_len, is_split_into_words=True)  # fmt: skip
         labels = []
@@ -286,7 +286,7 @@ class Tag(Labelled):
         return {**_kept(found), "labels": labels}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"input_ids", "attention_mask", "labels"}, each [rows, tokens], padded to the longest row."""
+        """Return {"input_ids", "attention_mask", "labels", ...}, each [rows, tokens], padded to the longest row."""
         batch = _inputs(self, rows)
         return {**batch, "labels": _padded(rows["labels"], IGNORED, batch["input_ids"].shape[1])}
 
@@ -308,7 +308,7 @@ class Translate(Task):
         return {**_encoded(self, list(columns["source"])), "labels": labels["input_ids"]}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"input_ids", "attention_mask": as long as the longest source, "labels": as the longest target}."""
+        """Return {"input_ids", "attention_mask": padded to the longest source, "labels": to the longest target}."""
         labels = _padded(rows["labels"], IGNORED, _width(rows["labels"], self.target_len))
         batch = {k: v for k, v in _inputs(self, rows).items() if k not in ASIDE}
         return {**batch, "labels": labels}
@@ -334,7 +334,7 @@ class Pairs(Task):
         return {f"{role}.{k}": v for role, each in found.items() for k, v in each.items()}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"input_ids", "attention_mask"}, each [2 * rows, tokens]: anchor, positive, anchor, positive, ..."""
+        """Return {"input_ids", "attention_mask", ...}, each [2 * rows, tokens]: anchor, positive, anchor, ..."""
         names = [name.partition(".")[2] for name in rows if name.startswith("anchor.")]
         columns = {name: zip(*(rows[f"{role}.{name}"] for role in self.roles), strict=True) for name in names}  # fmt: skip
         return _inputs(self, {name: [one for pair in held for one in pair] for name, held in columns.items()})  # fmt: skip

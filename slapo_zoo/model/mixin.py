@@ -134,7 +134,7 @@ class Scheduled(Structure, Generates, Recomputes):
             loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given, a scalar. It is
                 called per micro-batch, with all entries of the batch; the loss of the step is the mean over
                 micro-batches and dp ranks. With `targets=[n]` it returns a sum, and the loss is all sums over all n.
-            scaler: a `slapo_zoo.GradScaler`, which multiplies the loss before the backward.
+            scaler: a `slapo_zoo.GradScaler`, which multiplies loss and gradients; the returned loss is not multiplied.
             batch_is_sharded: each cp rank passes its own tokens [rows, tokens / cp] of each entry, in the order
                 of the ranks and not shifted; they are all-gathered, and the step is that of the whole batch.
 
@@ -216,7 +216,7 @@ class Scheduled(Structure, Generates, Recomputes):
         load_stream(self, stream, rank)
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Add a new LoRA adapter of peft, and freeze all but its matrices; a collective call of all ranks.
+        """Add a new LoRA adapter of peft, and freeze all that it does not train; a collective call of all ranks.
 
         The matrices are sharded like the weights that they adapt, and their values are equal for every (tp, pp, dp).
         peft's methods work as usual: `set_adapter`, `disable_adapters`.

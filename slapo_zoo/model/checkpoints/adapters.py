@@ -1,7 +1,7 @@
 """LoRA adapters of peft on a sharded model: each LoRA matrix, A or B, is sharded like the weight W that it adapts.
 
 A layer computes y = W x + s B A x, with h = A x of r features:
-    W column-parallel   B is sharded as W along its outputs, A replicated; the gradient of A is all-reduced over tp
+    W column-parallel   B is sharded as W along its outputs, A replicated; the gradient of h or of A is all-reduced
     W row-parallel      A is sharded as W along its inputs, and h is all-reduced as y is; B is replicated
     W replicated        A and B are replicated
 

@@ -42,7 +42,7 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: the `data_position` that each dp rank passed to `save_checkpoint`; one value if all were equal.
+        data_positions: the `data_position` that each dp rank passed to `save_checkpoint`, by dp rank.
         extras: the `extra` that each dp rank passed to `save_checkpoint`; one value if all were equal.
         copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
     """
@@ -54,9 +54,9 @@ class Resumed:
 
     @property
     def data_position(self) -> Any:
-        """Return the `data_position` that this dp rank passed to `save_checkpoint`; if all were equal, that one value.
+        """Return the `data_position` that this dp rank passed to `save_checkpoint`.
 
-        Raises WeightsError if the checkpoint has a value for each dp rank, and dp has changed.
+        Raises WeightsError if dp was larger than 1 in the save, and has changed, even if all ranks passed equal values.
         """
         return self._own("data_position", self.data_positions)
 

@@ -120,7 +120,7 @@ class Block:
         self.blocks.running.append(self)
 
     def _require_own(self, module: nn.Module) -> None:
-        """Raise MeshError if a child with sharded weights was moved into the block after the load: nobody gathers them."""
+        """Raise MeshError if a child with sharded weights was moved into the block after the load: it is not gathered."""
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):

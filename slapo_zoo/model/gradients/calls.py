@@ -57,7 +57,7 @@ class Calls:
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
-        """Register gradient hooks on the model's parameters that have none yet; called at the load and before each forward.
+        """Register gradient hooks on parameters of the model that have none: at the load, and before forwards with grad.
 
         `own_loop` is True if the user's own loop will run the backward, not `train_step`.
         """

@@ -93,7 +93,7 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def require_known_order(model: Any) -> None:
-    """Raise SlapoError if transformer blocks were removed or swapped since the load of a model with sequence parallelism.
+    """Raise SlapoError if blocks were removed, swapped or shared since the load of a model with sequence parallelism.
 
     In such a model the first block of a stack shards the tokens over tp, and the last block gathers them.
 

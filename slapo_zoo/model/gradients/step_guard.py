@@ -39,7 +39,7 @@ class StepGuard:
     """Check before an optimizer step that all ranks changed (clipped, unscaled) their gradients by the same factor.
 
     After the backward a few elements of some gradients are copied. A check compares the gradients before the step with
-    these copies, and the factors between them over all ranks, by one all-gather of 36 numbers.
+    these copies, and the factors between them over all ranks: one all-gather of 36 numbers, and one wait of the host.
 
     Attributes:
         interval: steps from one check to the next, after the first 16 steps, all checked; 0 switches checks off.
@@ -164,7 +164,7 @@ class StepGuard:
         names = [name for name, marks in named if _differ(marks, loosely)]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         problem = "the parameter is replicated over tp, but its gradient differs between tp ranks"
-        hint = 'add sch[module].sum_gradient("weight") to the schedule; `slapo-zoo verify` names the module'
+        hint = "add sch[MODULE].sum_gradient(PARAMETER) to the schedule; `slapo-zoo verify` names the module"
         what = f"{names[0]}{more}" if names else "parameters of another stage"
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
