@@ -89,7 +89,7 @@ class CoreAttention(nn.Module):
 
     Args:
         stream: random stream of the model, which makes the dropout masks or their seeds.
-        site: name, usually the path of this module, that together with the stream's seed determines the masks.
+        site: name, usually the path of this module, that with the stream's seed, step and rows determines the masks.
         heads: indices in the unsharded model of this rank's query heads; empty: all heads that the first call has.
         backend: name of the attention back end (see `attention_backends`) for calls without dropout.
         device: attention and dropout functions that make dropout masks from seeds within a kernel; None: masks

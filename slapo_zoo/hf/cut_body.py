@@ -88,7 +88,7 @@ class Body:
         return (), self.run.begin(self.shard, batch)
 
     def _gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Return, as a forward hook, the output of the last blocks' parent, its states [B, s, D] gathered to [B, S, D]."""
+        """Return, as a forward hook, the output of the blocks' parent, its states [B, s, D] all-gathered to [B, S, D]."""
         if self.run is None:
             return output
         first = output if isinstance(output, Tensor) else output[0]
