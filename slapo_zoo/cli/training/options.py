@@ -345,7 +345,7 @@ def _named(value: Any, kind: type = object) -> dict[str, Any]:
 
 
 def _sizes(value: Any) -> dict[str, int]:
-    """Return {mesh dim: size} from a mapping, or from a text such as "tp=4,dp=2"; ValueError for other values."""
+    """Return {mesh dim: size} from a mapping, or from a text such as "tp=4,dp=2"; ValueError or TypeError for others."""
     if isinstance(value, str):
         value = dict(part.split("=") for part in value.replace(" ", "").split(","))
     return {name: _integer(size) for name, size in _named(value).items()}

@@ -59,7 +59,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
     """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses.
 
-    Such a model trains with the same bits on every mesh; with these options the bits would depend on the mesh.
+    Such a model trains with the same bits on every mesh that divides the virtual one, but not with these options.
     `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does.
     """
     if own_loss:

@@ -41,7 +41,7 @@ _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
-    """Load a model that trains with the same bits on every number of processes; return the part that this process runs.
+    """Load a model that trains with the same bits on every mesh that divides the virtual one; return this process's part.
 
     `options.exact` is the virtual mesh: always as many ranks, of which each process runs several as threads.
 
@@ -162,7 +162,7 @@ class NotBuiltError(SlapoError, AttributeError):
 
 
 class ExactModel(nn.Module):
-    """Model loaded by `from_pretrained(..., exact=...)`, which trains with the same bits on any number of processes.
+    """Model loaded by `from_pretrained(..., exact=...)`, with the same bits on every mesh that divides `virtual`.
 
     In each process it holds the models of several ranks of a virtual mesh ("hosted" ranks), and runs each in a thread.
     Methods are collective calls of all processes; `parameters()` are those of all hosted ranks.
@@ -328,7 +328,7 @@ class ExactModel(nn.Module):
     def tracing(self) -> Iterator[ExactTrace]:
         """Context that records every operation of steps and clipping; yields an ExactTrace, complete at its end.
 
-        Steps take many times as long. On process 0 the record contains the operations of all virtual ranks.
+        Steps take many times as long. On every process the record contains the operations of all virtual ranks.
         """
         found, self._tracing = ExactTrace(), {rank: [] for rank in self._host.ranks}
         try:

@@ -123,7 +123,7 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
-    """Raise SlapoError if hidden states or attentions of layers are asked for by `options`, arguments of the forward.
+    """Raise SlapoError if `options` (arguments of the forward) or the config ask for layers' hidden states or attentions.
 
     A cp rank computes these outputs for its own tokens only. `n` is the number of cp ranks.
     """

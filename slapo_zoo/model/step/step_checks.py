@@ -110,7 +110,7 @@ def require_trained(trains: bool) -> None:
 
 
 def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """Raise SlapoError if a step has several micro-batches and a parameter has a post-accumulate-grad hook of the user.
+    """Raise SlapoError if pp > 1 or `count` > 1, and a parameter has a post-accumulate-grad hook of the user.
 
     Such a hook, which may take the gradient, would run after each micro-batch, on an incomplete gradient.
 

@@ -227,7 +227,7 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (numbers of targets that the caller gave or None, numbers that this rank counted), one per loss term.
+    """Return (numbers of targets that the caller gave or None, numbers of this rank, to be summed over dp), by loss term.
 
     A target is a label that counts in the mean loss. Micro-batches split the batch entries `tensors` by rows, and get
     those of `whole` unsplit; `parts` is the number of micro-batches over all dp ranks.

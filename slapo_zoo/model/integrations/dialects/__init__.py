@@ -43,7 +43,7 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
         problem = f"found {cls_type!r}, expected one of {sorted(DIALECTS)}"
         raise ScheduleError("get_dialect_cls", "cls_type", problem, "pass one of these")
     if target not in known and not allow_none:
-        hint = f"pass one of {sorted(HOMES.keys() | known.keys())}"
+        hint = f"pass one of {sorted((HOMES.keys() | known.keys()) - {target})}"
         problem = f"found no {cls_type} for this target"
         raise ScheduleError("get_dialect_cls", f"target={target!r}", problem, hint)
     return known.get(target)

@@ -120,7 +120,7 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a DeepSpeed config (dict or path of a JSON file) as a dict, with a batch size and a CPU's Adam filled in."""
+    """Return a copy of a DeepSpeed config (dict or path of a JSON file), completed by defaults of this engine."""
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:

@@ -32,7 +32,7 @@ def whole_gradient(p: Any) -> Tensor:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Return the unsharded values of the parameter `p`, gathered over dp; of a trained `p` those of its fp32 master."""
+    """Return the unsharded values of `p`: in ZeRO-3 a copy gathered over dp, of a trained `p` from its fp32 master."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
