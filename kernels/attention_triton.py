@@ -272,7 +272,7 @@ def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[st
 
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
     """Return the launch options with which a kernel spills no registers, found by `ci/bench.py launches`: {"BM": queries
-    per tile, "BN": keys per tile, "HEAD": `head_size`, "BLOCK_D": its next power of 2, "num_warps": ..., ...}.
+    per tile, "BN": keys per tile, "HEAD": `head_size`, "BLOCK_D": power of 2 >= 16, "num_warps": ..., ...}.
 
     Args:
         kernel: "forward", "query" or "key".

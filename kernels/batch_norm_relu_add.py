@@ -189,8 +189,8 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        problem = f"no Triton on {x.device}: call slapo_zoo.kernels.batch_norm_relu_add instead"
-        raise NotImplementedError(problem)
+        hint = "call the function batch_norm_relu_add(), which then runs torch"
+        raise NotImplementedError(f"no Triton for {x.dtype} on {x.device}: {hint}")
     from slapo_zoo.kernels import batch_norm_triton
 
     return batch_norm_triton.forward(x, weight, bias, residual, mean, var, eps)

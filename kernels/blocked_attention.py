@@ -24,7 +24,7 @@ LARGEST_HEAD = 128  # head dim; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """Arguments of attention besides q, k and v (bias table, masks, dropout, scale, ...); `attention` describes each of them."""
+    """Arguments of the attention operators after q, k and v, in this order (masks, scale, ...); `attention` describes them."""
 
     table: Tensor | None = None
     classes: Tensor | None = None

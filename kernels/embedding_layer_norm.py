@@ -69,8 +69,8 @@ def _forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> Tensor:
-    """Run BertEmbeddings.forward (same arguments) with this kernel. If embeddings are sharded over tp, the child modules
-    run instead, because an embedding's output is then all-reduced.
+    """Run BertEmbeddings.forward (same arguments) with this kernel's norm and dropout. The embeddings are always the
+    child modules, because a module's output is all-reduced if it is sharded over tp.
     """
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]

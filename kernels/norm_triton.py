@@ -102,7 +102,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
 
 
 def tile(N: int) -> dict[str, int]:
-    """Return launch options for rows of N elements: {"ROWS": rows per tile, "BLOCK_N": next power of 2, "num_warps": ...}."""
+    """Return launch options for rows of N elements: {"ROWS": rows per tile, "BLOCK_N": power of 2 >= 16, "num_warps": ...}."""
     block = triton.next_power_of_2(max(N, 16))
     rows = max(1, 2048 // block)
     return {

@@ -175,7 +175,7 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
     `rows` are results of `measure`; a bucket is the text kernel:dtype:size. A bucket gets `path` ("ours" or "triton":
     the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any measurement, and one
-    was 2 % slower in some measurement. torch.compile is not compared: the model around the kernel is not compiled.
+    was at least 2 % slower in one. torch.compile is not compared: the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:

@@ -28,8 +28,8 @@ class Kernel:
         install: function (site, **options) that replaces the forward of the module `site.module`, and adds no key to
             the state dict.
         refuses: returns why the kernel cannot serve a module, or "".
-        serves: class name --> forward that modules of the class get; a subclass with a forward of its own is
-            excluded, whatever its name.
+        serves: class name --> forward that modules of the class get; a class of another package or a subclass with a
+            forward of its own is excluded, whatever its name.
         entry: the public function that computes the operation.
         reference: definition of the result in plain torch operations.
         inputs: maps a test shape to keyword arguments of `entry` and `reference`.

@@ -145,7 +145,7 @@ class Schedule(Selection):
 
     Args:
         model: any module; directives change it in place.
-        mesh: sizes of tp, pp and dp and the coordinates of this rank; a Schedule needs no process group.
+        mesh: sizes of tp, pp and dp and the coordinates of this rank; building needs no process group.
         seed: seed of the model's random streams (dropout).
     """
 
@@ -181,7 +181,7 @@ class Schedule(Selection):
         """Return the paths of the modules that `pattern` matches; when none does, ScheduleError names the nearest paths.
 
         Args:
-            pattern: a path in which `*` stands for one segment and `**` for several, or path:Class, e.g. `**:Linear`.
+            pattern: a path in which `*` stands for one segment and `**` for any number (also none); `:Class` may follow.
             what: the directive or method that is being applied, for the error message.
         """
         found = self.state.select(pattern)

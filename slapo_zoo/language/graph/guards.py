@@ -22,7 +22,7 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
         value: value of the expression in this call.
         expected: value of the expression during the trace.
         where: path of the traced module, for the error.
-        read: source text of the expression, for the error.
+        read: what was read, e.g. `self.training` or a node's name and place in the code, for the error.
     """
     if isinstance(expected, bool) or expected is None:
         same = value is expected

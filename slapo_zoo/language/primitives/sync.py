@@ -237,7 +237,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective `run` between product and bias of a row-parallel module; return False for other modules."""
+        """Insert the collective `run` before the bias; return False without bias, if not row-parallel, or after another op."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False
