@@ -182,7 +182,7 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the forward of this rank's stage on `batch`; return its output. DeepSpeed calls this method in a step."""
+        """Run this rank's stage on `batch` in a step of DeepSpeed; return the last stage's output (others raise StageDone)."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(
