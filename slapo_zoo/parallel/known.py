@@ -57,6 +57,6 @@ def places(where: Tensor, count: int | None) -> Tensor:
     """
     if count is None or where.device.type == "cpu":
         return where.nonzero()[:, 0]
-    problem = f"labels or attention_mask now mark another number of tokens than the {count} that the step counted at its start; hint: change labels and attention_mask before the step, not in the forward"
+    problem = f"attention_mask now marks another number of tokens than the {count} that the step counted at its start; hint: change attention_mask before the step, not in the forward"
     torch._assert_async(where.sum() == count, problem)  # pyright: ignore[reportPrivateImportUsage]
     return torch.nonzero_static(where, size=count)[:, 0]

@@ -195,7 +195,7 @@ class TensorSpec:
         shape: unsharded shape.
         dtype: torch dtype name without the prefix, e.g. "float32".
         placement: how it is sharded; None when every rank of a stage holds all of it.
-        stage: index of the pipeline stage that owns (saves) it.
+        stage: pp coordinate of the ranks that own (save) it.
     """
 
     name: str

@@ -86,7 +86,7 @@ class Meeting:
             text = "Connection closed by peer"
             if time.monotonic() - begin >= self.timeout_s:
                 text = f"Timed out waiting {1e3 * self.timeout_s:.0f}ms"
-            raise RuntimeError(f"{text}, a rank that runs as a thread of this process") from None
+            raise RuntimeError(f"{text} (ranks are threads of this process)") from None
 
 
 def _chunk(flat: Tensor, size: int) -> int:

@@ -102,7 +102,7 @@ class StageMap:
             return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
-            hint = f"pass a batch whose rows split into {need} or more micro-batches"
+            hint = f"pass micro_batches={need} or more, and a batch whose rows it divides"
             raise MeshError("pipeline", "micro_batches", problem, hint)
         rounds = max(1, count // self.pp)
         if self.order.many and self.order.name != "LoopedBFS" and count % rounds:

@@ -36,7 +36,7 @@ class Outcome:
         throughput: rows per second; 0.0 where nothing was measured.
         peak_memory: bytes of the rank that used most; 0 where unknown.
         steps: number of training steps that were timed.
-        message: the error in one line; for kind "ok" the loss on a small random batch, the probe.
+        message: the error in one line; for kind "ok" the loss on a small random batch, the probe; for "slow" how slow.
         seconds: duration of the whole measurement, start of the process included.
     """
 

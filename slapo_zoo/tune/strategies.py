@@ -56,7 +56,7 @@ class Surrogate:
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
-        """Return by how much each configuration is expected to exceed the value `best`: an array [points]."""
+        """Return the expected excess over the value `best`, 0 where below, of each configuration: an array [points]."""
         from math import erf, pi
 
         gain = self.mean - best

@@ -62,7 +62,7 @@ class Job:
         return math.prod(int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
 
     def config(self) -> tuple[Any, str | None]:
-        """Return (config of the model with `changes`, name of the head class or None if the config names none)."""
+        """Return (config of the model with `changes`, name of its head class; None if the config names that)."""
         config, head = config_of(self.model)
         for name, value in (self.changes or {}).items():
             setattr(config, name, value)

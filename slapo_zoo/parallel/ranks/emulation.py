@@ -295,7 +295,8 @@ def _loads_in_turn() -> Iterator[None]:
 def _one_thread() -> Iterator[None]:
     """Context in which torch computes with one CPU thread, and wraps its CPU generator, which the ranks share.
 
-    The wrapper, GeneratorOfThreads, keeps for each rank a number that tells the state of the rank's own generator.
+    The wrapper, GeneratorOfThreads, keeps for each rank a number that stands for the state which the generator would
+    have if the rank were a process.
     """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random

@@ -81,7 +81,7 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """Return JSON data of `found`, a layout search: its `most` fastest layouts and why others were refused."""
+    """Return JSON data (bytes, seconds) of a layout search `found`: its `most` fastest layouts, why others were refused."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),

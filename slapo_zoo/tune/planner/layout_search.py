@@ -165,7 +165,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (`layout` with the lowest ZeRO stage, of 0, 1, 3, that fits into `limit` bytes, else 3; its bytes)."""
+        """Return (`layout` with the lowest ZeRO stage, of 0, 1, 3, that fits into `limit` bytes, else the last; its bytes)."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:

@@ -1,7 +1,7 @@
 """Refine the fastest layouts one option at a time: pipeline order, ZeRO, and the least recomputation that fits.
 
-The wide search tries two orders, six ways of recomputation and the lowest ZeRO stage that fits; here every other value
-of these options is tried around the fastest layouts of the wide search.
+The wide search tries two orders, up to seven ways of recomputation and the lowest ZeRO stage that fits; here every
+other value of these options is tried around the fastest layouts of the wide search.
 """
 
 from bisect import bisect_left
@@ -75,7 +75,7 @@ class Climb:
                 yield replace(layout, dp_shard=shards, zero_stage=stage)
 
     def _ordered(self, layout: Layout) -> Iterator[Layout]:
-        """Yield variants of `layout` with other pipeline orders, except those whose simulation would take too long."""
+        """Yield variants of `layout`, one per pipeline order, except those whose simulation would take too long."""
         count = layout.micro_batches
         for order, virtual in orders_for(layout.pp, count, self.blocks, self.orders):
             if layout.pp > 1 and (order in CLOSED or count * layout.pp * virtual <= MOST_FORWARDS):

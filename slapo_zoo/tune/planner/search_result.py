@@ -38,7 +38,7 @@ class Found:
     Args:
         feasible: layouts that fit, the fastest first.
         refused: pairs (layout or tp size as text, why it is impossible), the nearest to fitting first.
-        looked_at: number of layouts that were forecast.
+        looked_at: number of layouts that were tried, those that do not fit included.
         hardware: hardware profile of the search.
         rows: rows of a step over all replicas.
         seq_len: tokens of a row.
