@@ -120,7 +120,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     if _HOSTS:
         ((_, other),) = _HOSTS
         problem = f"this process hosts ranks of the virtual mesh {other.sizes} already"
-        hint = "use one virtual mesh for all models of a process, or call close() of the earlier models"
+        hint = "use one virtual mesh for all models of a process, or load the other one in new processes"
         raise MeshError(WHERE, "exact", problem, hint)
     steps = {name: virtual.sizes[name] // size for name, size in real.sizes.items()}
     first = {name: real.coord(name) * step for name, step in steps.items()}
