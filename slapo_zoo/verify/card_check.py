@@ -24,7 +24,7 @@ def require_correct(
     """Raise a CardError if a model that is sharded as a card says computes something else than plain `transformers`.
 
     Rank 0 verifies the schedule on a small model of the family, in a process of its own; all ranks learn
-    the outcome. If no small model fits the schedule and the given model is large, rank 0 only logs a warning.
+    the outcome. If no small model fits the schedule and the given model is large, it only logs a warning.
 
     Args:
         program: the card's schedule: directives such as `shard` and `sync`, each for a pattern of module paths.

@@ -198,7 +198,7 @@ def write_weights(config: Any, cls: Any, folder: Path, seed: int = 0) -> Any:
     """Write a checkpoint of a plain model with random weights, none of them exactly 0 or 1, to a folder.
 
     Returns:
-        the config of the checkpoint: without dropout, and with a pad and a decoder start token if the head needs them.
+        the config of the checkpoint: without dropout, and with id 0 for a missing pad or decoder start token.
     """
     config = expressive_config(config)
     noisy_model(config, cls, seed).save_pretrained(folder)

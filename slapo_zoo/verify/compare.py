@@ -98,7 +98,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference from the plain model that a check of a verification found.
+    """One difference, e.g. from the plain model or between ranks, that a check of a verification found.
 
     Args:
         check: name of the check, such as "gradients" or "files".
@@ -150,7 +150,7 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error of a sharded model: twice the largest distance of plain runs from an fp64 run, plus 8 fp32 epsilons.
+    """Allowed error of a sharded model: twice the largest distance of plain runs from fp64, plus 8 fp32 eps of a value.
 
     Args:
         truth: the run of the plain model in fp64.

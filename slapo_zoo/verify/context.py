@@ -253,7 +253,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Return a context in which a model has no dropout and, at first, no gradients; its end restores its former state."""
+    """Return a context without `nn.Dropout` and, at first, gradients; its end restores the model's state, rates and modes."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()

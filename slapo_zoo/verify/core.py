@@ -135,7 +135,7 @@ class _Verification:
     def _located(self) -> Divergence | None:
         """Return the first difference from the plain model, None if none is found; if only the check with dropout
         failed, the search runs with dropout. With cp > 1, where each rank has only some tokens, no tensors of modules
-        are compared: the difference is at the module of the first parameter that a failed check names.
+        are compared: it is the loss, or all gradients, or the module of the first parameter that a failed check names.
         """
         if self.trial.mesh.cp > 1:
             return self._beyond_modules(None) or self._at_named_parameter()

@@ -37,7 +37,7 @@ def tiny_case(
         rows: rows of the batch.
 
     Returns:
-        the test case of the tiny model; its `drops` are the dropout rates of the given config.
+        the test case of the tiny model; its `drops` name the dropout rates of the given config.
 
     Raises:
         Exception: if no size trains: what the first one raised, or ArithmeticError for a value that is not finite.

@@ -26,7 +26,7 @@ def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
 
     Args:
         source: folder that the model was loaded from; None or a missing folder copies nothing.
-        target: folder that will be replaced; its own tokenizer files are kept instead of those of `source`.
+        target: folder that will be replaced; a tokenizer file that it has is kept instead of that of `source`.
         folder: temporary folder that will replace `target`.
     """
     if source is None or not source.is_dir():

@@ -196,6 +196,6 @@ def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | Non
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None
             if found != expected:
-                problem = f"this file has the save id {found}, expected {expected} as in {FILE}"
+                problem = f"this file has the save id {found}, {FILE} has {expected}"
                 hint = "the folder mixes files of two saves: copy all files of one save"
                 raise WeightsError(str(folder.path / name), "", problem, hint)

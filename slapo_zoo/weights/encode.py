@@ -1,6 +1,6 @@
 """Encode Python values as JSON and back without loss, for states of optimizers and schedulers (no pickle).
 
-Numbers, strings, lists and dicts stay readable; any other type becomes a dict whose key begins with `$`, such as
+Numbers, strings, lists and dicts stay readable; any other type becomes a dict with one `$` key, such as
 {"$tuple": [0.9, 0.999]}.
 """
 

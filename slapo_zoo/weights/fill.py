@@ -120,7 +120,7 @@ def fill_from_config(
 
 
 def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfRank | None) -> None:
-    """Raise WeightsError on all ranks, before any allocation, if a rank needs more than `options.max_memory` bytes."""
+    """Raise WeightsError on all ranks, before any allocation, if a rank's weights exceed `options.max_memory` bytes."""
     limit = options.max_memory
     if limit is None:
         return
@@ -202,7 +202,7 @@ def _refuse_foreign(
     """Raise WeightsError if missing or unexpected keys (in `names`) show that `folder` is for another architecture or size.
 
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
-    surplus block, or part of a block, is an error.
+    surplus block, or part of a block or embedding, is an error.
 
     `prefix` is the attribute that holds the base model ("transformer"), `units` the paths of blocks and heads.
     """

@@ -26,7 +26,7 @@ class PickleFile:
         path: the file; anything but a plain state dict of tensors raises WeightsError.
 
     Attributes:
-        entries: tensor name --> Entry with its dtype and shape; `start` and `stop` have no meaning here.
+        entries: tensor name --> Entry with its dtype and shape; `start` and `stop` are no file offsets.
         metadata: always empty.
     """
 

@@ -15,7 +15,7 @@ MAX_INDEX = 100_000_000
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return {key: file name} from the index at `path`; every file must exist in the folder of the index."""
+    """Return {key: file name} from the index at `path`; every file must exist inside the folder of the index."""
     check_inside(path.parent, path)
     weight_map = _weight_map(path)
     for name in sorted(set(weight_map.values())):

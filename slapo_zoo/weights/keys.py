@@ -123,7 +123,7 @@ class KeyMap:
 
         Args:
             specs: name, shape and placement of each tensor of the model.
-            found: names of tensors that the checkpoint stores in one piece; they are returned as they are.
+            found: names in a checkpoint, renamed to the model's; a tensor among them is not split into pieces.
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
@@ -159,7 +159,7 @@ class KeyMap:
             local: name --> local tensor of this rank.
             specs: name, shape and placement of each tensor of the model.
             mesh: mesh with the coordinates of this rank.
-            found: names of tensors that the checkpoint stores in one piece; they are returned as they are.
+            found: names in a checkpoint, renamed to the model's; a tensor among them is not split into pieces.
         """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}
