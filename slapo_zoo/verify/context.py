@@ -253,7 +253,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Return a context without `nn.Dropout` and, at first, gradients; its end restores the model's state, rates and modes."""
+    """Return a context without `nn.Dropout` and, at first, gradients; its end restores the state of `model`."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()

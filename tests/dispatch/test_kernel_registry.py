@@ -65,7 +65,7 @@ def test_registering_a_kernel_under_an_existing_name_is_refused():
         kernel.kernel("layer_norm", len, dict, [])(len)
 
 
-def test_every_kernel_file_imports_without_triton_installed():
+def test_every_kernel_imports_and_runs_without_triton_installed():
     """Each kernel imports, and runs on a CPU, without Triton."""
     code = (
         "import importlib, pathlib, sys, torch\n"

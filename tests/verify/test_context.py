@@ -198,7 +198,7 @@ def on_meta(parts):
     return verify.report, {n: tuple(p.shape) for n, p in sch.model.named_parameters()}
 
 
-def test_verify_of_a_meta_model_initializes_a_temporary_copy_and_passes():
+def test_verify_of_a_meta_model_computes_with_temporary_values_and_passes():
     for report, shapes in emulate(on_meta, (column, row), mesh=(2, 1, 1)):
         assert report.ok
         assert shapes["0.weight"] == (8, 8)

@@ -189,7 +189,7 @@ def test_python_source_written_for_a_derived_schedule_recreates_the_schedule(sea
         ZOO.pop("another", None)
 
 
-def test_tiny_config_for_schedule_derivation_keeps_the_ratio_of_query_to_kv_heads():
+def test_tiny_config_for_schedule_derivation_keeps_grouped_kv_heads_and_growing_swin_heads():
     config = transformers.Qwen2Config(num_attention_heads=28, num_key_value_heads=4)
     small = tiny(config)
     assert (small.num_attention_heads, small.num_key_value_heads) == (4, 1)

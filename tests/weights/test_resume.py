@@ -260,7 +260,7 @@ def a_stranger(model):
         (a_stranger, "that is not in the model"),
     ],
 )
-def test_resume_with_another_optimizer_class_is_refused_and_changes_nothing(
+def test_resume_with_an_optimizer_unlike_the_saved_one_is_refused_and_changes_nothing(
     source, tmp_path, make, problem
 ):
     folder = checkpoint(PLAIN, source)
