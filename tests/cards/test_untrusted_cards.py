@@ -59,7 +59,7 @@ def test_schedule_card_parsers_do_not_hang_on_files_of_a_million_characters(case
 
 @given(st.text(alphabet='{}[]",:\\ a1\n', max_size=60))
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_json_depth_found_by_the_scanner_before_parsing_is_at_least_the_parsed_depth(text):
+def test_json_depth_found_by_the_scanner_before_parsing_equals_the_parsed_depth(text):
     """The scanner that runs before the parser sees every bracket that the parser will."""
 
     def depth(value):

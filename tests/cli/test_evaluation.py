@@ -19,7 +19,7 @@ SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polyn
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_learning_rates_of_every_lr_scheduler_type_equal_those_of_transformers(name):
+def test_learning_rates_of_six_lr_scheduler_types_equal_those_of_transformers(name):
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
@@ -161,7 +161,7 @@ def test_early_stopping_ends_training_when_loss_stops_improving(job, tmp_path, c
         pytest.param(("--optim", "adamw_torch", "--adam-beta2", 0.9), marks=pytest.mark.slow),
     ],
 )
-def test_training_with_each_optim_option_resumed_on_another_layout_equals_an_uninterrupted_run(
+def test_training_with_sgd_or_adamw_resumed_on_another_layout_equals_an_uninterrupted_run(
     more, job, tmp_path
 ):
     def losses(steps, name, *layout):

@@ -88,7 +88,7 @@ def command(words, folder, server):
 
 
 @pytest.mark.parametrize("name", PAGES)  # the README's run below, with its commands
-def test_python_blocks_of_every_docs_page_run_without_error(name, ran):
+def test_python_blocks_of_the_listed_docs_pages_run_without_error(name, ran):
     code, said, _ = ran(name)
     assert code == 0, said
 

@@ -132,7 +132,7 @@ def test_error_for_an_unknown_model_family_suggests_schedule_auto(root):
 
 
 @pytest.mark.slow  # the process that proves it imports torch and transformers anew
-def test_schedule_auto_derives_at_the_first_load_and_reads_the_cache_at_the_second(tmp_path):
+def test_schedule_auto_caches_its_derivation_and_a_second_load_has_the_same_loss(tmp_path):
     home_of(tmp_path)
     config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     first, second = (emulate(load_on_two, config, mesh=(2, 1, 1))[0] for _ in range(2))

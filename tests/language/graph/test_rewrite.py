@@ -121,7 +121,7 @@ def test_subgraph_replacement_of_a_module_with_hooks_is_refused():
         replace_vertical(match, lambda x: x)
 
 
-def test_graph_match_is_refused_for_replacement_when_an_input_is_computed_after_a_use():
+def test_graph_match_is_rejected_when_an_input_is_computed_after_a_use():
     class Late(nn.Module):
         def forward(self, x):
             y = x.exp()

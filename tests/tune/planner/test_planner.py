@@ -292,7 +292,7 @@ def test_planner_counts_full_attention_scores_on_gpu_and_blocks_of_scores_on_cpu
     assert peak > 2 * scores if name == "v100" else peak < scores
 
 
-def test_planner_forecast_with_a_zero_stage_has_less_memory_and_more_time():
+def test_planner_forecast_with_a_zero_stage_shards_optimizer_then_gradients_then_weights():
     planner = Planner(config_for(GPT2), HARDWARE["a100"], 16)
     plain = Layout(1, 1, 4, 1, 2)
     whole = planner.forecast(plain)
