@@ -154,6 +154,22 @@ def loop(folder, case, real, virtual, exact):
     return found, shape
 
 
+def load_again(folder):
+    """Return the losses of one step of three models, each closed before the next is loaded."""
+    losses = []
+    for virtual in ((2, 1, 2), (2, 1, 2), (2, 2, 1)):
+        losses.append(train(folder, GPT2, (2, 1, 1), virtual, {}, 1)[0][0])
+    return losses
+
+
+def test_closed_bit_exact_model_is_loaded_again_by_the_same_processes_on_any_virtual_mesh(
+    root, ranks
+):
+    first, other = ranks.run(load_again, 2, checkpoint(GPT2, root), timeout=60.0)
+    assert first == other
+    assert first[0] == first[1] == pytest.approx(first[2], rel=1e-5)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda case: case.cls)
 def test_hand_written_loop_in_bit_exact_mode_is_bit_equal_on_several_meshes(case, root, ranks):

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from slapo_zoo.zoo.options import LoaderOptions
 WHERE = "from_pretrained"
 BUILT = "use model(**batch), train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
+_STARTED = count()  # how often virtual ranks were started, alike in all processes
 _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
@@ -120,7 +121,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     if _HOSTS:
         ((_, other),) = _HOSTS
         problem = f"this process hosts ranks of the virtual mesh {other.sizes} already"
-        hint = "use one virtual mesh for all models of a process, or load the other one in new processes"
+        hint = "use one virtual mesh for all models of a process, or call close() of the earlier models first"
         raise MeshError(WHERE, "exact", problem, hint)
     steps = {name: virtual.sizes[name] // size for name, size in real.sizes.items()}
     first = {name: real.coord(name) * step for name, step in steps.items()}
@@ -129,7 +130,8 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
         for offsets in product(*map(range, steps.values()))
     )
     store = default_store() or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    world = PrefixStore("slapo_zoo/exact", store)
+    # keys of its own, as those of ranks that were closed name addresses that nobody listens at
+    world = PrefixStore(f"slapo_zoo/exact/{next(_STARTED)}", store)
     host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None), stays=True)
     _HOSTS[key] = _WITHIN.enter_context(host)
     _WITHIN.enter_context(_deterministic())
