@@ -64,7 +64,7 @@ def as_tuple(folder, case, layout):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.cls)
-def test_forward_with_return_dict_false_equals_plain_transformers_on_every_layout(
+def test_forward_with_return_dict_false_equals_plain_transformers_on_tp_2_and_pp_2(
     case, layout, tmp_path, threads
 ):
     folder = checkpoint(case, tmp_path)
