@@ -210,9 +210,9 @@ def test_primitive_class_with_static_methods_registered_by_a_user_becomes_a_sche
     [
         (lambda sch: sch["0"].shard("weight", "0"), "axis: found '0', expected an integer"),
         (lambda sch: sch["0"].shard("weight", None), "axis: found None, expected an integer"),
-        (lambda sch: sch["0"].shard(0, 0), "param_name: found 0, expected a text"),
+        (lambda sch: sch["0"].shard(0, 0), "param_name: found 0, expected a string"),
         (lambda sch: sch["0"].shard("weight", 0, pad="yes"), "pad: found 'yes', expected True"),
-        (lambda sch: sch["0"].sync(3), "mode: found 3, expected a text"),
+        (lambda sch: sch["0"].sync(3), "mode: found 3, expected a string"),
     ],
 )
 def test_directive_argument_of_wrong_type_is_refused(use, problem):
