@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import count, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from slapo_zoo.zoo.options import LoaderOptions
 WHERE = "from_pretrained"
 BUILT = "use model(**batch), train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
-_STARTED = count()  # how often virtual ranks were started, alike in all processes
 _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
@@ -130,8 +129,9 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
         for offsets in product(*map(range, steps.values()))
     )
     store = default_store() or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    # keys of its own, as those of ranks that were closed name addresses that nobody listens at
-    world = PrefixStore(f"slapo_zoo/exact/{next(_STARTED)}", store)
+    # each start has keys of its own, as those of ranks that were closed name addresses that nobody listens at
+    start = (store.add("slapo_zoo/exact/starts", 1) - 1) // real.world_size
+    world = PrefixStore(f"slapo_zoo/exact/{start}", store)
     host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None), stays=True)
     _HOSTS[key] = _WITHIN.enter_context(host)
     _WITHIN.enter_context(_deterministic())
