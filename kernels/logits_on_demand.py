@@ -23,7 +23,7 @@ from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis, sizes_b
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
 from slapo_zoo.parallel.stand_ins import as_read_now
 

@@ -149,14 +149,14 @@ def on_ranks(
         device: "cpu", "cuda", or None to choose.
         what: name of the command, for errors.
     """
-    from slapo_zoo.parallel.ranks import launch, lost_rank, process_group
+    from slapo_zoo.parallel.ranks import killed_rank, launch, process_group
 
     if not process_group.is_distributed_launch():
         return (
             work(*given) if world == 1 else launch.run_local(work, world, given, device=device)[0]
         )
     process_group.init_distributed(device=device)
-    with lost_rank.rank_guard(what):
+    with killed_rank.rank_guard(what):
         found = work(*given)
     process_group.shutdown_distributed()
     return found

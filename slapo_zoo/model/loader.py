@@ -32,7 +32,7 @@ from slapo_zoo.parallel.compat import new_group, ranks_are_threads
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.pipeline.pipeline_runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder

@@ -32,7 +32,7 @@ from slapo_zoo.parallel.local_tensors import rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.load_memory import settle
 from slapo_zoo.weights.push import Push

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from slapo_zoo.errors import SlapoError, StageError
-from slapo_zoo.parallel.ranks.lost_rank import is_lost_peer
+from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer
 from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.in_flight import InFlightStage
 from slapo_zoo.pipeline.timeline import (

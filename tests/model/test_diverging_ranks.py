@@ -13,7 +13,7 @@ import transformers
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, SlapoError
 from slapo_zoo.parallel import begun
-from slapo_zoo.parallel.ranks import heartbeat, lost_rank
+from slapo_zoo.parallel.ranks import heartbeat, killed_rank
 
 CONFIG = transformers.GPT2Config(
     n_embd=16, n_head=2, n_layer=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0,
@@ -264,8 +264,8 @@ def wait_alone(what):
 @pytest.mark.parametrize("what", ["logits", "backward"])
 def test_error_of_a_timed_out_collective_names_the_source_line_of_every_rank(what, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
-    monkeypatch.setattr(lost_rank, "ERROR_WAIT_S", 0.2)
-    monkeypatch.setattr(lost_rank, "SILENT_S", 0.2)
+    monkeypatch.setattr(killed_rank, "ERROR_WAIT_S", 0.2)
+    monkeypatch.setattr(killed_rank, "SILENT_S", 0.2)
     with pytest.raises(RankError) as caught:
         emulate(wait_alone, what, mesh=(2, 1, 1), timeout_s=2)
     told, (source, first) = str(caught.value), getsourcelines(wait_alone)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, RankError
 from slapo_zoo.errors import SlapoError, StageError
+from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer
 from slapo_zoo.parallel.ranks.launch import _receive, _start_all, stop
-from slapo_zoo.parallel.ranks.lost_rank import is_lost_peer
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),), rows=8)
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, ScheduleError, SlapoError
+from slapo_zoo.parallel.ranks.killed_rank import peer_error, publish_error, rank_guard
 from slapo_zoo.parallel.ranks.launch import run_local
-from slapo_zoo.parallel.ranks.lost_rank import peer_error, publish_error, rank_guard
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 
 
@@ -228,7 +228,7 @@ def test_train_step_raises_when_a_peer_rank_exits_without_error(ranks):
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.process_group import init_distributed
 init_distributed()
 with rank_guard("step"):

@@ -18,7 +18,7 @@ from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks import heartbeat, patience, process_group
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
 from slapo_zoo.parallel.ranks.store import local_store
 from slapo_zoo.weights import save as saving

@@ -23,7 +23,7 @@ from loop_runs import (
 from loops import CELL_LAYOUTS, LOOPS
 from ranks import forkserver, seed_all
 from slapo_zoo import OptimizerWarning, RankError, SlapoError, emulate
-from slapo_zoo.parallel.ranks.lost_rank import peer_error
+from slapo_zoo.parallel.ranks.killed_rank import peer_error
 
 WAIT_S, SILENCE_S = 20.0, 150.0
 

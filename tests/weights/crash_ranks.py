@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shards import local_tensors, model
 from slapo_zoo.errors import RankError, WeightsError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks import lost_rank
+from slapo_zoo.parallel.ranks import killed_rank
 from slapo_zoo.parallel.ranks.patience import patient_group
 from slapo_zoo.weights import save, staging, write
 
@@ -51,7 +51,7 @@ def work(folder, rank, victim, where):
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
     # who died is named by tests/parallel/test_killed_rank.py; here it would take seconds a kill
-    lost_rank.SILENT_S = lost_rank.ERROR_WAIT_S = 0.5
+    killed_rank.SILENT_S = killed_rank.ERROR_WAIT_S = 0.5
     patient_group()  # ranks that never met notice a death later: tests/parallel/test_slow_ranks.py
     dist.barrier()  # nor does a rank die while another one still connects to it
     mesh = Mesh(tp=2, pp=2, rank=rank)

@@ -18,7 +18,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks import background
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import on_each_rank
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.load_memory import Target

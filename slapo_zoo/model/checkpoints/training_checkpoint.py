@@ -24,7 +24,7 @@ from slapo_zoo.parallel.local_tensors import Rows, marked_as, rows_of
 from slapo_zoo.parallel.ranks import background
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import on_each_rank
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.encode import encode

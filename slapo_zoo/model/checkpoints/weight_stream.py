@@ -19,7 +19,7 @@ from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.local_tensors import Rows, runs_within
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Run, TensorSpec
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.load_rank_slices import parse_size
 from slapo_zoo.zoo.argument_values import to_dtype

@@ -23,7 +23,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.ranks.emulation import called_once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4

@@ -14,7 +14,7 @@ from slapo_zoo.model.load.planned import with_options
 from slapo_zoo.model.load.resolve import Trust, resolve_schedule
 from slapo_zoo.model.loader import Source, load_checkpoint, new_model
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.tune.planner.budget import policies_within, require_shape
 from slapo_zoo.weights.load_rank_slices import LoadOptions, parse_size
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed

@@ -29,7 +29,7 @@ from slapo_zoo.parallel.digests import digest, digest_of_tensor
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import HostedRanks
-from slapo_zoo.parallel.ranks.lost_rank import default_store
+from slapo_zoo.parallel.ranks.killed_rank import default_store
 from slapo_zoo.parallel.ranks.process_group import timeout_of
 from slapo_zoo.zoo.argument_values import make_mesh, pick_device
 from slapo_zoo.zoo.options import LoaderOptions

@@ -12,7 +12,7 @@ import torch
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.rng.seeds import get_logger
 from slapo_zoo.zoo.argument_values import changed_config, local_folder, make_mesh, pick_device
 from slapo_zoo.zoo.cards.plans import Plan, measured_knobs, plans_of

@@ -27,7 +27,7 @@ from slapo_zoo.model.step.runtime import (
     tokens_divide,
 )
 from slapo_zoo.parallel.ranks.heartbeat import names_of
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
 from slapo_zoo.pipeline.pipeline_runtime import pipeline_forward
 

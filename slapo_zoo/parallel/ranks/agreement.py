@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.lost_rank import lost_peer, peer_error
+from slapo_zoo.parallel.ranks.killed_rank import lost_peer, peer_error
 from slapo_zoo.parallel.ranks.patience import gather_objects, patient_group
 
 T = TypeVar("T")

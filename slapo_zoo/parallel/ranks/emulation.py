@@ -22,7 +22,7 @@ from slapo_zoo.errors import MeshError, RankError, is_agreed
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks import heartbeat
-from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.process_group import join_group
 from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
 from slapo_zoo.parallel.thread_sums import Meetings

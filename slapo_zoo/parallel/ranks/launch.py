@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from slapo_zoo.errors import MeshError, RankError
-from slapo_zoo.parallel.ranks.lost_rank import is_lost_peer, rank_error, rank_guard
+from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer, rank_error, rank_guard
 from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
 from slapo_zoo.parallel.ranks.store import local_store
 

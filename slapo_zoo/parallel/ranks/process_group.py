@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from slapo_zoo.errors import MeshError
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.ranks import background, heartbeat
-from slapo_zoo.parallel.ranks.lost_rank import VARIABLE, State, is_lost_peer
+from slapo_zoo.parallel.ranks.killed_rank import VARIABLE, State, is_lost_peer
 from slapo_zoo.parallel.ranks.slurm import slurm_environment
 from slapo_zoo.parallel.ranks.store import fresh_store, is_restartable, meet, open_store
 
