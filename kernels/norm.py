@@ -172,8 +172,8 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z [M, N], x (empty if equal to that of z), weight, bias and x_bias [N] from those of y and z
-    (dy, dz [M, N]). `mean`, `rstd` (1 / std) [M], dropout mask and `rms` are those of the forward.
+    """Backward of (y, z) = `norm(x, ...)`: return the gradients of z [M, N], x (empty if equal to that of z), weight, bias
+    and x_bias [N] (those that do not exist are empty) from dy, dz [M, N]. `mean`, `rstd` (1 / std) [M], dropout and `rms` are the forward's.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

@@ -87,7 +87,9 @@ def forget() -> None:
 
 
 def table_of(device: str) -> Table:
-    """Return the cached kernel timings of a device, or of another GPU of its compute capability, or an empty table."""
+    """Return the kernel timings of a device by its name ("NVIDIA H100 80GB HBM3", "cpu"), else of another GPU of its compute
+    capability, else an empty table; cached.
+    """
     if device not in _kept:
         _kept[device] = own_table(device) or _table_of_same_capability(device) or Table()
     return _kept[device]

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern without its `:Name` part.
+    """Return the regular expression of a glob of module paths; the caller has taken off a `:Class` at its end.
 
     >>> bool(compile_pattern("layers.*.mlp").fullmatch("layers.3.mlp"))
     True

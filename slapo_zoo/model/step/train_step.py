@@ -186,7 +186,7 @@ def check(
 def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
-    """Return the state of a step: its counts over all dp ranks, row indices, losses and options.
+    """Prepare a step on all ranks (collective): number its rows, sum the numbers of its labels over dp, choose its loss.
 
     Args:
         model: a scheduled model.

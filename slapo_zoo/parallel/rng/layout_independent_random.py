@@ -340,11 +340,11 @@ def drawn_seeds(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the dropout seeds [count * len(heads)] of a module for `count` rows; a custom op.
+    """Return the dropout seeds of a module for `count` rows, [count] or one per head [count * len(heads)]; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is False if all
-    micro-batches draw alike; `key` and `site` are the path of the module, as `in_graph` returns it;
-    `heads` are global indices, or empty for one seed per row.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `count` is a multiple of that number if the
+    module sees each row several times. `rows` is False if all micro-batches draw alike; `key` and `site` are the path of
+    the module, as `in_graph` returns it; `heads` are global indices, or empty.
     """
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()

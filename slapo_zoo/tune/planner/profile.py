@@ -66,8 +66,8 @@ class Use(NamedTuple):
     the gradients of parameters).
 
     Args:
-        forward: work of the forward.
-        backward: work of the backward.
+        forward: matrix products, bytes moved and kernel launches of the forward.
+        backward: those of the backward.
         attention: the part of the forward that is softmax(q k') v.
         kept: bytes that the forward keeps for the backward.
         attention_kept: the part of `kept` between q, k, v and the output of attention.

@@ -102,7 +102,8 @@ def stage_memory(
 def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
     """Return (parameter bytes of the largest unit before the blocks of a stage, those of the largest unit after them).
 
-    `units` are the blocks, embeddings and heads of the stage, `shared` (bytes, units) of parameters that several share.
+    `units` are the blocks, embeddings and heads of the stage, `shared` the (bytes, names of its units) of each tied
+    parameter; one that a unit before the blocks uses counts there like a unit.
     """
     at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
     early = {unit.name for unit in units[: at[0]]}
