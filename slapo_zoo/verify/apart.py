@@ -8,6 +8,9 @@ from slapo_zoo.parallel.ranks.apart import python_apart
 
 TIMEOUT_S = 600.0
 CHILD = "slapo_zoo.verify.child"
+SMALLER = (
+    'verify a smaller model, or without --full; a load of a card skips the check with verify="off"'
+)
 
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
@@ -23,13 +26,12 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     done = python_apart(CHILD, request).wait(TIMEOUT_S)
     if done.code is None:
         problem = f"the process that verifies gave no report within {TIMEOUT_S:.0f} s"
-        hint = "verify a smaller model, or without --full"
-        raise SlapoError("verify", "", problem, hint)
+        raise SlapoError("verify", "", problem, SMALLER)
     found = done.document()
     if found is None:
         killed = done.code == -signal.SIGKILL
         hint = (
-            "memory ran out: verify a smaller model, or without --full"
+            f"memory ran out: {SMALLER}"
             if killed
             else "see the child's output above; slapo_zoo.verify(...) runs the same check in your own process"
         )

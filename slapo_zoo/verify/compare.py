@@ -119,15 +119,16 @@ class Comparison:
 
     Args:
         findings: the differences that were found.
-        worst: check --> its largest error divided by the allowed one.
-        counts: check --> number of comparisons made.
+        worst, counts: check --> its largest error divided by the allowed one, and number of its comparisons.
         factor: the number by which every gradient is too large, if it is the same for all; else None.
+        apart: largest error that is not allowed, divided by the largest value of all tensors of its kind.
     """
 
     findings: list[Finding] = field(default_factory=list)
     worst: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     factor: float | None = None
+    apart: float = 0.0
 
     def words(self) -> str:
         """Return a text on the first difference and the number of others of the same check; "" without differences."""
@@ -208,6 +209,7 @@ class Tolerance:
         if not error <= allowed:  # also where it is NaN
             problem = f"error {error:.2e}, allowed {allowed:.2e}, largest value {largest:.2e}"
             into.note(check, name, problem, rank)
+            into.apart = max(into.apart, error / (max(largest, scale) or 1.0))
 
 
 class FixedTolerance(Tolerance):
@@ -345,10 +347,9 @@ def largest_of(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterable[str]) -> None:
-    missing, more = sorted(set(want) - set(found)), sorted(set(found) - set(want))
-    for name in missing:
+    for name in sorted(set(want) - set(found)):
         into.note(check, name, "there is none")
-    for name in more:
+    for name in sorted(set(found) - set(want)):
         into.note(check, name, "the plain model has none of that name")
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from slapo_zoo.verify.compare import (
     Tolerance,
 )  # fmt: skip
 from slapo_zoo.verify.events import Recorder
+from slapo_zoo.verify.kinks import drop_kinks
 from slapo_zoo.verify.safe import agreed_collectives, counted, silence
 from slapo_zoo.zoo.options import LoaderOptions
 
@@ -65,9 +67,15 @@ def judge(
     near = tolerance_of(case)
     truth, saved = near.truth, scratch and scratch / "saved"
     found = on_mesh(scheduled, trial, case.dtype, saved)
-    for result in found:
-        result.rename(truth.tied)
-    compare.compare(into, found, near)
+
+    def check(into: Comparison, found: list[RankResult]) -> None:
+        for result in found:
+            result.rename(truth.tied)
+        compare.compare(into, found, near)
+
+    check(into, found)
+    if case.dtype != case.truth_dtype:
+        drop_kinks(into, check, lambda n: on_mesh(scheduled, trial, case.dtype, None, n))
     if not truth.grads:
         return into
     compare.replicas(into, found)
@@ -94,11 +102,14 @@ def compare_dropout(into: Comparison, trial: Trial) -> None:
         return
     alone = trial.on_one_rank(whole=case.thorough)
     truth = one_rank_run(dropped, alone, case.truth_dtype)
-    near: Tolerance = FixedTolerance(truth, RELATIVE[case.dtype])
-    if case.dtype != case.truth_dtype:
-        others = (one_rank_run(dropped, alone, case.dtype, n) for n in MORE)
-        near = Tolerance(truth, [one_rank_run(dropped, alone, case.dtype)], others)
-    compare.dropout(into, found, near)
+    if case.dtype == case.truth_dtype:
+        compare.dropout(into, found, FixedTolerance(truth, RELATIVE[case.dtype]))
+        return
+    others = (one_rank_run(dropped, alone, case.dtype, n) for n in MORE)
+    near = Tolerance(truth, [one_rank_run(dropped, alone, case.dtype)], others)
+    check = partial(compare.dropout, near=near)
+    check(into, found)
+    drop_kinks(into, check, lambda n: on_mesh(dropped, trial, case.dtype, n))
 
 
 def tolerance_of(case: Case) -> Tolerance:
