@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -120,6 +121,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
             model = cls(config)
         model.loss_type = model.loss_type or "ForCausalLM"  # as transformers does, with a warning
         _keep_numbers(model)
+        _widen(model, lambda name, _module: _is_listed(model, name, dtype))
         model.tie_weights()
     except SlapoError:
         raise
@@ -199,9 +201,8 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         model.tie_weights()
     with mode, default_dtype(dtype):
         to_fakes(model)
-        for path, module in model.named_modules() if dtype.itemsize == 2 else ():
-            if stays_wide(model, path, module, dtype):
-                _widen(module)
+        if dtype.itemsize == 2:
+            _widen(model, lambda name, module: stays_wide(model, name, module, dtype))
     return mode, model.train(False)
 
 
@@ -245,31 +246,36 @@ def swap_tensors(
     return undo
 
 
-def _widen(module: nn.Module) -> None:
-    """Replace floating parameters and buffers of a module by fp32 ones; fake tensors cannot be cast in place."""
-    for name, p in module._parameters.items():
-        if p is not None:
-            module._parameters[name] = nn.Parameter(p.detach().float(), p.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_floating_point():
-            module._buffers[name] = buffer.float()
+def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
+    """Replace the floating parameters and buffers for which `is_wide(name, module)` by fp32 ones; fake tensors cannot
+    be cast in place.
+    """
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, x in held.items():
+                if x is not None and x.is_floating_point() and is_wide(f"{path}.{name}", module):
+                    held[name] = like(x, x.detach().float())
 
 
-def stays_wide(model: Any, path: str, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module stays in fp32 in a 16-bit model: batch norms, and modules that the class names.
+def stays_wide(model: Any, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a tensor stays in fp32 in a model that computes in 16 bits: those of batch norms, and those whose
+    names match what the model's class lists.
 
     Args:
         model: the whole model.
-        path: path of the module.
-        module: the module.
-        dtype: dtype of the other modules.
+        name: name of the tensor in the model.
+        module: module that holds the tensor.
+        dtype: dtype of the other tensors.
     """
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return True
-    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or _is_listed(model, name, dtype)
+
+
+def _is_listed(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Return whether `transformers` loads the tensor `name` in fp32 where the other tensors are of `dtype`."""
+    rules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
-        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return not names.isdisjoint(path.split("."))
+        rules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return dtype.itemsize == 2 and any(re.search(rule.replace("*", ".*"), name) for rule in rules)
 
 
 def tied_names(model: Any) -> dict[str, str]:

@@ -74,7 +74,8 @@ def memory(
     }
     sizes = {key: torch.Size(shape).numel() for key, shape in shapes.items()}
     wide = {id(p) for path, module in model.named_modules() if computes is not None
-            for p in module.parameters(recurse=False) if stays_wide(model, path, module, computes)}  # fmt: skip
+            for n, p in module.named_parameters(recurse=False)
+            if stays_wide(model, f"{path}.{n}", module, computes)}  # fmt: skip
     masters = [p for p in held if is_divided(p) or (computes is not None and id(p) not in wide)]
     mastered = {id(p) for p in masters}
     weights = [p for p in held if id(p) not in mastered]

@@ -157,6 +157,19 @@ def resumed(folder, out):
     return again._slapo.precision.scale, again._slapo.precision.good_steps
 
 
+def test_fp16_t5_keeps_in_fp32_what_plain_transformers_keeps(root):
+    folder, out = checkpoint(T5, root), root / "half"
+    plain = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float16)
+    model = AutoScheduledModel.from_pretrained(folder, dtype=torch.float16)
+    model.save_pretrained(out)
+    again = transformers.T5ForConditionalGeneration.from_pretrained(out)
+    assert {p.dtype for p in plain.parameters()} == {torch.float16, torch.float32}
+    for name, p in plain.named_parameters():
+        for one in (model, again):
+            found = one.get_parameter(name)
+            assert (found.dtype, torch.equal(found, p)) == (p.dtype, True), name
+
+
 def test_save_under_mixed_precision_writes_the_fp32_master_weights(root):
     """The fp32 masters are saved, or another dtype on request; the loss scale is resumed."""
     folder, out = checkpoint(GPT2, root), root / "files"

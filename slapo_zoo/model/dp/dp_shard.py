@@ -153,8 +153,9 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
     """
     runtime = model._slapo
     computes = runtime.precision.dtype
-    wide = {f"{path}.{name}" for path, module in model.named_modules() if computes is not None
-            and stays_wide(model, path, module, computes) for name in module._parameters}  # fmt: skip
+    wide = {name for path, module in model.named_modules() if computes is not None
+            for name in (f"{path}.{leaf}" for leaf in module._parameters)
+            if stays_wide(model, name, module, computes)}  # fmt: skip
     units: dict[str, dict[Any, list[tuple[nn.Parameter, tuple[int, ...]]]]] = {}
     parts: dict[int, nn.Parameter] = {}
     block_of = _block_of(model, blocks)

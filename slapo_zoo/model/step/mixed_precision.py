@@ -141,10 +141,9 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
     """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
-        if stays_wide(model, path, module, dtype):
-            continue
         for name, p in module._parameters.items():
-            if p is not None and p.is_floating_point() and p.dtype != dtype and not is_divided(p):
+            is_cast = p is None or not p.is_floating_point() or p.dtype == dtype or is_divided(p)
+            if not is_cast and not stays_wide(model, f"{path}.{name}", module, dtype):
                 if id(p) not in made:
                     made[id(p)] = p.to(dtype)
                 yield module, name, made[id(p)]
