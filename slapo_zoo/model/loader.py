@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.errors import MeshError
+from slapo_zoo.errors import MeshError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.hf.cut_attention import follow_places
@@ -167,11 +167,25 @@ def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:
-    """Load the generation_config.json in `folder`, that of the checkpoint, into the model; do nothing without one."""
+    """Give the model the generation config of the checkpoint in `folder`: generation_config.json, or the generation
+    fields of config.json (older BART and T5), as `transformers` does; do nothing without these files.
+    """
     from transformers import GenerationConfig
 
-    if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    names = ("generation_config.json", "config.json") if model.can_generate() and folder else ()
+    for name in names:
+        file = Path(folder or "") / name
+        if not file.exists():
+            continue
+        of_model = name == "config.json"
+        try:
+            found = GenerationConfig.from_pretrained(folder, name, _from_model_config=of_model)
+        except (OSError, TypeError, ValueError) as error:
+            problem = f"no generation config can be read: {str(error).strip().splitlines()[0]}"
+            hint = "correct this file, or remove it: defaults hold then"
+            raise WeightsError(str(file), "", problem, hint) from error
+        model.generation_config = found
+        return
 
 
 def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
