@@ -85,6 +85,14 @@ class HubArguments:
         """Return a copy of the config that the user passed, with `changes`; None if the checkpoint's config is to be read."""
         if self.config is None or isinstance(self.config, str | Path):
             return None
+        if not hasattr(self.config, "to_dict"):
+            problem = f"found a {type(self.config).__name__}, expected a config of transformers"
+            raise SlapoError(
+                WHERE,
+                "config=",
+                problem,
+                "pass a config object, or its folder; single fields by name",
+            )
         config = copy.deepcopy(self.config)
         for name, value in changes.items():
             if not hasattr(config, name):
@@ -100,7 +108,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
     Args:
         given: further arguments; `attn_implementation` and `torch_dtype` are removed.
         attention: value of slapo_zoo's own argument; SlapoError if the user gave both.
-        dtype: value of slapo_zoo's own argument, used if `torch_dtype` is not given.
+        dtype: value of the argument `dtype`, which prevails over `torch_dtype`; None means "auto".
     """
     theirs = given.pop("attn_implementation", None)
     if theirs is not None:
@@ -110,7 +118,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
             raise SlapoError(WHERE, found, problem, "pass attention= alone")
         attention = ATTENTION[theirs]
     older = given.pop("torch_dtype", None)
-    return attention, dtype if older is None else older
+    return attention, next((d for d in (dtype, older) if d not in (None, "auto")), "auto")
 
 
 def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
