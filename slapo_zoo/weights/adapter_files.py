@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.weights.carry import ADAPTER_FILE
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.staging import Staging
 
@@ -39,16 +41,17 @@ def save_adapter_files(
     def write() -> None:
         if mesh.rank != 0:
             return
-        staging = Staging(folder.resolve(), CONFIG)
+        staging = Staging(folder.resolve(), CONFIG, ADAPTER_FILE)
         try:
             staging.create()
             write_config(staging.path)
             save_file(tensors, staging.path / TENSORS, metadata={"format": "pt"})
             staging.publish()
-        except OSError as error:
-            problem = f"cannot be written: {error.strerror or error}"
+        except (OSError, SafetensorError) as error:
+            problem = f"cannot be written: {getattr(error, 'strerror', '') or error}"
             hint = "the folder is unchanged: make room, or save to another one"
-            raise WeightsError(str(folder), error.filename or "", problem, hint) from error
+            what = getattr(error, "filename", "") or ""
+            raise WeightsError(str(folder), what, problem, hint) from error
         finally:
             staging.discard()
 

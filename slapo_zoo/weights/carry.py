@@ -8,16 +8,17 @@ from pathlib import Path
 
 # Files that a save replaces: weights, and state that belongs to exactly these weights.
 WEIGHT_FILE = re.compile(
-    r"(model|pytorch_model|optimizer|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"(model|pytorch_model|optimizer)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|(training_state|checksums)\.json"
 )
+ADAPTER_FILE = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
 # Files of a tokenizer or an image processor of transformers.
 TOKENIZER_FILE = re.compile(
-    r"(tokenizer|spiece|sentencepiece|vocab|merges|added_tokens|special_tokens_map|chat_template"
-    r"|source|target)[\w.-]*\.(json|txt|model|jinja|spm)"
-    r"|(preprocessor|processor)_config\.json"
+    r"(tokenizer|spiece|spm|sentencepiece|vocab|merges|bpe|dict|added_tokens|special_tokens_map|chat_template"
+    r"|normalizer|source|target)[\w.-]*\.(json|txt|model|jinja|spm|codes)"
+    r"|(video_)?(preprocessor|processor)_config\.json"
 )
 
 
@@ -37,14 +38,15 @@ def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
             shutil.copy2(item, folder / item.name)
 
 
-def carry_over(old: Path, new: Path) -> None:
-    """Hard-link or copy all files of the folder `old` except weights into `new`, unless `new` has a file of that name.
+def carry_over(old: Path, new: Path, replaced: re.Pattern[str] = WEIGHT_FILE) -> None:
+    """Hard-link or copy all files of the folder `old` into `new`, except those whose names match `replaced`, and those
+    of a name that `new` has.
 
     Hard links are used where the file system allows them: they are fast, and a log that another process is writing
     continues in the new folder.
     """
     for item in old.iterdir():
-        if not WEIGHT_FILE.fullmatch(item.name):
+        if not replaced.fullmatch(item.name):
             _carry(item, new / item.name)
 
 

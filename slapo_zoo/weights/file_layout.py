@@ -92,7 +92,7 @@ def plan_layout(
     state = {s.name: torch.empty(s.shape, dtype=torch_dtype(s), device="meta") for s in specs}
     pattern = f"{stem}{{suffix}}.safetensors"
     try:
-        if str(max_shard_size).strip().startswith("-"):
+        if str(max_shard_size).strip().startswith(("-", "True", "False", "None")):
             raise ValueError("expected a size above 0")
         split = split_torch_state_dict_into_shards(
             state, filename_pattern=pattern, max_shard_size=max_shard_size

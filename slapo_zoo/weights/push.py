@@ -8,7 +8,7 @@ from typing import Any
 from slapo_zoo.errors import WeightsError
 
 # Files that a save writes; other files of the folder are not uploaded.
-PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md",
+PATTERNS = ["model*.safetensors", "model.safetensors.index*.json", "*config.json", "README.md",
             "schedule.json", "checksums.json"]  # fmt: skip
 
 

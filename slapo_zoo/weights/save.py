@@ -5,9 +5,11 @@ No rank holds more of the model than it trains, and a crash at any moment leaves
 
 import errno
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,8 +23,9 @@ from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights import checksums, crc
 from slapo_zoo.weights.carry import WEIGHT_FILE
-from slapo_zoo.weights.checksums import BLANK, Checksums
+from slapo_zoo.weights.checksums import BLANK, Checksums, read_checksums
 from slapo_zoo.weights.file_layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
+from slapo_zoo.weights.index import index_name
 from slapo_zoo.weights.safetensors_file import SAVE_ID, SafetensorsFile
 from slapo_zoo.weights.staging import Staging
 from slapo_zoo.weights.write import Written, write_tensors
@@ -50,7 +53,7 @@ def save_folder(
     rewrite:  w_r [..., local_size(size, n, r), ...] on rank r of n  -->  w [..., size, ...] in the file
 
     A failure on one rank raises on all ranks and leaves the old folder unchanged. Files of the old folder that
-    are not weights are kept, unless `write_extras` wrote new ones.
+    are not weights, or weights under another `stem`, are kept, unless `write_extras` wrote new ones.
 
     Args:
         folder: target folder, on a file system that all ranks share; rank 0 decides where it is.
@@ -91,6 +94,15 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
         raise WeightsError(str(folder), "", f"cannot be used as a folder: {error}", hint) from error
 
 
+def _replaced_by(stem: str) -> re.Pattern[str]:
+    """Return the pattern of the files that a save replaces if its weight files begin with `stem`: for "model" those of
+    WEIGHT_FILE, for "model.fp16" (a variant) only the files of this variant.
+    """
+    index = re.escape(index_name(stem))
+    own = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors|{index}|checksums\.json")
+    return WEIGHT_FILE if stem == "model" else own
+
+
 class _Save:
     """Steps of one save on one rank, and the data that the steps share; only rank 0 creates folders and files."""
 
@@ -104,7 +116,8 @@ class _Save:
     ):
         self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
-        self.staging, self.layout = Staging(target), Layout()
+        self.replaced, self.layout = _replaced_by(next(iter(sets))), Layout()
+        self.staging = Staging(target, replaced=self.replaced)
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
@@ -114,7 +127,7 @@ class _Save:
         for spec in self.specs:
             _check_spec(spec, self.local, self.mesh, self.rows.get(spec.name))
         old = self.target.iterdir() if self.target.is_dir() else ()
-        if any(WEIGHT_FILE.fullmatch(file.name) for file in old):
+        if any(self.replaced.fullmatch(file.name) for file in old):
             self._require_finite()
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
@@ -176,8 +189,16 @@ class _Save:
                 write_extras(path)
             _check_files(path, self.layout)
             kept.files.update(_small_files(path, self.layout))
-            kept.write(path)
+            self._beside_others(kept).write(path)
             self.staging.publish()
+
+    def _beside_others(self, kept: Checksums) -> Checksums:
+        """Return the checksums to write: `kept`, or those of the weights beside which this save writes a variant."""
+        old = None if self.replaced is WEIGHT_FILE else read_checksums(self.target)
+        if old is None or all(self.replaced.fullmatch(name) for name in old.tensors):
+            return kept
+        changed = {name: crc for name, crc in kept.files.items() if "#" not in name}
+        return replace(old, files=old.files | changed)
 
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
         """Write the id of the save, a digest of all checksums and of the text `stamp`, into all

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.weights.carry import TOKENIZER_FILE, carry_over
+from slapo_zoo.weights.carry import TOKENIZER_FILE, WEIGHT_FILE, carry_over
 
 BLINK_S = 0.5
 TURN_S = 60.0  # longest wait for another save to publish
@@ -30,13 +30,16 @@ class Staging:
         target: absolute path of the folder to be published.
         mark: name of a file that an older folder at `target` must contain to be replaced; None: it must be the
             folder of a model.
+        replaced: pattern of the files of the older folder that the new one has no need of.
 
     Attributes:
         path: hidden sibling of the target, which `create` makes.
     """
 
-    def __init__(self, target: Path, mark: str | None = None):
-        self.target, self._mark = target, mark
+    def __init__(
+        self, target: Path, mark: str | None = None, replaced: re.Pattern[str] = WEIGHT_FILE
+    ):
+        self.target, self._mark, self._replaced = target, mark, replaced
         self.path = _sibling(target, "partial")
         self._lock = -1
 
@@ -51,7 +54,7 @@ class Staging:
             _has_locked(self._lock)
 
     def publish(self) -> None:
-        """Keep the target's files that are no weights, then swap the temporary folder with the target.
+        """Keep the target's files that the save does not replace, then swap the temporary folder with the target.
 
         At every moment a reader finds either the whole old folder or the whole new one.
         """
@@ -60,7 +63,7 @@ class Staging:
             if not self.target.exists():
                 os.rename(self.path, self.target)
             else:
-                carry_over(self.target, self.path)
+                carry_over(self.target, self.path, self._replaced)
                 shutil.copymode(self.target, self.path)
                 _sync_tree(self.path)
                 _exchange(self.path, self.target)

@@ -6,13 +6,14 @@ import os
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shards import assert_same, local_tensors, model, single
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
-from slapo_zoo.weights import staging
+from slapo_zoo.weights import adapter_files, staging
 from slapo_zoo.weights.file_layout import plan_layout
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
@@ -242,9 +243,20 @@ def test_save_of_tensors_that_do_not_match_their_specs_is_refused_before_writing
     assert names(tmp_path) == []
 
 
-def test_invalid_max_shard_size_is_refused(tmp_path):
+@pytest.mark.parametrize("size", ["5 potatoes", True, None])
+def test_invalid_max_shard_size_is_refused(tmp_path, size):
     with pytest.raises(WeightsError, match="max_shard_size"):
-        save_one(tmp_path / "out", max_shard_size="5 potatoes")
+        save_one(tmp_path / "out", max_shard_size=size)
+
+
+def test_adapter_save_on_a_full_disk_is_refused_and_leaves_no_folder(tmp_path, monkeypatch):
+    def full(*_args, **_named):
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    monkeypatch.setattr(adapter_files, "save_file", full)
+    with pytest.raises(WeightsError, match="No space left on device"):
+        adapter_files.save_adapter_files(Mesh(), tmp_path / "adapter", {}, lambda _path: None)
+    assert names(tmp_path) == []
 
 
 def test_ranks_of_any_mesh_together_write_every_tensor_element_once():
