@@ -230,6 +230,9 @@ def _refuse_foreign(
     lines += [f"unexpected: {key}" for key in unexpected[:20]]
     what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
     hint = "pass a checkpoint of this architecture and size"
+    if missing and not names.source:
+        lines.append(f"found instead: {', '.join(names.unexpected[:3])}, ...")
+        hint += "; a prefix such as module. or _orig_mod. is no part of a key: save the state dict of the inner model"
     if any(re.search(QUANTIZED, key) for key in unexpected):
         hint = "quantized weights cannot be trained: load the checkpoint from which they were made"
     raise WeightsError(str(folder.path), what, "\n    ".join(lines), hint)

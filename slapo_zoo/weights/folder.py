@@ -72,10 +72,6 @@ def _load(path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in found.items()}
 
 
-# Read only if allowed, and without safetensors files.
-PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-
 class CheckpointFolder:
     """Opened checkpoint folder, which gives access to tensors by key; `open_checkpoint` makes it.
 
@@ -220,7 +216,7 @@ def open_checkpoint(
 
     Args:
         folder: local folder; in the Hub cache, the folder of a snapshot.
-        allow_pickle: accept `pytorch_model.bin` when there is no safetensors file. It is read with
+        allow_pickle: accept `pytorch_model.bin` or its index when there is no safetensors file. It is read with
             `weights_only=True`, and into memory if an old torch wrote it.
         stem: beginning of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.
     """
@@ -231,7 +227,8 @@ def open_checkpoint(
     for name in names:
         if os.path.lexists(path / name):
             return CheckpointFolder(path, name)
-    for name in (PICKLE_SINGLE, PICKLE_INDEX) if stem == "model" else ():
+    pickles = (f"pytorch_{stem}.bin", f"pytorch_{names[1]}".replace(".safetensors.", ".bin."))
+    for name in pickles:
         if os.path.lexists(path / name):
             return CheckpointFolder(path, name, allow_pickle)
     found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"

@@ -61,11 +61,11 @@ def local_folder(
     folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
     """
     if Path(name_or_path).exists():
-        return Path(name_or_path) / hub.subfolder
+        return Path(name_or_path) / (hub.subfolder or "")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.safetensors", "*.safetensors.index*.json", "*.json", "*.txt", "*.model"]
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes"]
     patterns += ["pytorch_model*.bin"] if allow_pickle else []
     if hub.subfolder:
         patterns = [f"{hub.subfolder}/{pattern}" for pattern in patterns]
@@ -77,7 +77,7 @@ def local_folder(
         problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
         hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
         raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
-    return Path(fetched) / hub.subfolder
+    return Path(fetched) / (hub.subfolder or "")
 
 
 def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
@@ -143,6 +143,8 @@ def changed_config(
         raise unknown_knob("from_pretrained", instead[0], ())
     config: Any = hub.own_config(changes)
     if config is not None:
+        if not config.architectures and (folder / "config.json").exists():
+            config.architectures = read_config(folder).architectures
         return _without_quantization(folder, config)
     source = folder if hub.config is None else hub.config
     try:

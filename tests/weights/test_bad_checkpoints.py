@@ -120,6 +120,14 @@ def test_truncated_safetensors_file_is_refused(keep, folders, ranks):
     assert all("found" in p[3] for p in parts)
 
 
+def test_keys_with_the_prefix_of_a_wrapper_are_shown_beside_the_missing_ones(folders):
+    path = folders["gpt2"] / "model.safetensors"
+    save_file({f"_orig_mod.{k}": v for k, v in load_file(path).items()}, path)
+    text = refused(WeightsError, folders["gpt2"])
+    assert "found instead: _orig_mod." in text
+    assert "save the state dict of the inner model" in text
+
+
 def test_text_file_with_a_safetensors_name_is_refused(folders):
     path = folders["gpt2"] / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")

@@ -29,6 +29,7 @@ def source(tmp_path_factory):
         "vocab.json",
         "merges.txt",
         "special_tokens_map.json",
+        "spm.model",
         "notes.md",
     ):
         (path / name).write_text("{}")
@@ -51,6 +52,7 @@ def test_save_writes_configs_and_tokenizer_and_obeys_max_shard_size(ranks, sourc
         "vocab.json",
         "merges.txt",
         "special_tokens_map.json",
+        "spm.model",  # of DeBERTa
     }
     assert {p.name for p in out.iterdir()} == {p.name for p in theirs.iterdir()} | carried
     index = "model.safetensors.index.json"
@@ -85,6 +87,24 @@ def test_save_into_a_folder_with_a_tokenizer_succeeds_and_with_unrelated_files_i
     (other / "thesis.txt").write_text("years")
     with pytest.raises(WeightsError, match=r"no checkpoint \(thesis.txt\)"):
         AutoScheduledModel.from_pretrained(source).save_pretrained(other)
+
+
+def test_generation_fields_of_an_old_config_are_loaded_and_a_broken_generation_config_is_refused(
+    source, tmp_path
+):
+    folder = shutil.copytree(source, tmp_path / "old")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_length": 9, "num_beams": 3}))
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"generation_config\.json: no generation config"):
+        AutoScheduledModel.from_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    found, plain = (
+        kind.from_pretrained(folder).generation_config.to_dict()
+        for kind in (AutoScheduledModel, AutoModelForCausalLM)
+    )
+    assert found == plain
+    assert found["num_beams"] == 3
 
 
 def test_checkpoint_with_only_nan_values_loads_without_warning(source, tmp_path, recwarn):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from parity import Case, batch_of, checkpoint
 from refusals import refused
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel, SlapoError, load_checkpoint, save_checkpoint
+from slapo_zoo.weights.training_folder import damages_of
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 BERT = Case("BertForSequenceClassification", ("class",), (("num_labels", 3),))
@@ -59,6 +60,7 @@ def test_from_pretrained_with_transformers_arguments_gives_the_logits_of_plain_t
         ({"device_map": "auto"}, "device="),
         ({"use_safetensors": False}, "allow_pickle=True"),
         ({"state_dict": {}}, "files of the checkpoint"),
+        ({"config": {"n_layer": 3}}, "found a dict, expected a config"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -79,6 +81,19 @@ def test_config_passed_to_from_pretrained_overrides_the_checkpoint_config(root):
         torch.testing.assert_close(logits(model, GPT2), logits(plain, GPT2), rtol=1e-4, atol=1e-4)
     text = refused(SlapoError, folder, config=config, no_such=1)
     assert "no such field" in text
+
+
+def test_config_without_architectures_and_two_dtypes_give_the_class_and_dtype_of_transformers(
+    root,
+):
+    folder = checkpoint(GPT2, root)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.architectures = None
+    model = AutoScheduledModel.from_pretrained(
+        folder, config=config, dtype="bfloat16", torch_dtype=torch.float64, subfolder=None
+    )
+    assert (type(model).__name__, model.dtype) == (GPT2.cls, torch.bfloat16)
+    assert AutoScheduledModel.from_pretrained(folder, dtype=None).dtype == torch.float32
 
 
 def fresh_head(folder, layout, options):
@@ -124,6 +139,17 @@ def test_arguments_variant_and_subfolder_select_the_files_that_are_loaded_and_sa
     for name, p in plain.named_parameters():
         assert torch.equal(again.get_parameter(name), p)
         assert torch.equal(mine.get_parameter(name), p)
+
+
+def test_saved_variant_keeps_the_weights_and_training_state_beside_it(root, tmp_path):
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
+    save_checkpoint(model, tmp_path / "all", step=3)
+    for size in (9000, "5GB"):  # the second variant replaces the files of the first
+        model.save_pretrained(tmp_path / "all", size, variant="half", dtype="float16")
+    names = {path.name for path in (tmp_path / "all").glob("*.safetensors*")}
+    assert names == {"model.safetensors", "model.half.safetensors"}
+    assert load_checkpoint(model, tmp_path / "all").step == 3
+    assert damages_of(tmp_path / "all")[1] == []
 
 
 @pytest.mark.parametrize(
