@@ -1,6 +1,7 @@
 """Apply a family's table of sharding rules to a model: shards, random streams, kernels, recomputation, pipeline cuts."""
 
 import dataclasses
+import re
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError, MeshError
@@ -9,6 +10,7 @@ from slapo_zoo.language.primitives import (
     Checkpoint,
     CoreAttentionSeam,
     CutPipelineStage,
+    ForkRng,
     Shard,
     SumGradient,
     Sync,
@@ -23,6 +25,10 @@ from slapo_zoo.zoo.rules import Row, Rule, all_tokens, dropout, dropout_tokens
 from slapo_zoo.zoo.table import Table, base_prefix
 
 DEFAULT = BuildOptions()
+TRAINED_ACTIVATIONS = ("PReLU", "XIELUActivation")  # the classes with parameters
+DRAWS = re.compile("layerdrop|jitter")  # attributes
+# of every family: chunks of a rank's tokens would be others than those of the row
+NEEDS = (("chunk_size_feed_forward", 0, "sp"), ("chunk_size_feed_forward", 0, "cp"))
 KEEP, RECOMPUTE = "keep", "recompute"
 
 
@@ -77,9 +83,10 @@ def apply_table(
         prefix = base_prefix(sch.model)
         _apply_rows(sch, [(prefix + pattern, all_tokens[:1]) for pattern in table.all_tokens])
     _apply_rows(sch, rows)
+    _apply_rows(sch, _activation_rows(sch, blocks))
     if divided:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
-    _apply_rows(sch, [("**:Dropout", dropout)])
+    _apply_rows(sch, [*_drawing_rows(sch), ("**:Dropout", dropout)])
     device = device_name(options.device)
     apply_kernels(sch, options.kernels, device, options.attention, tuned_kernels)
     for block, policy in zip(blocks, block_policies(len(blocks), options), strict=True):
@@ -95,10 +102,15 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
     lists the values that they need. `tokens_divided` is True under sequence parallelism.
     """
     config, mesh = sch.model.config, sch.mesh
-    where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
-    hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
-    beside = {"sp": " with sequence_parallel", "pp": f" with pp={mesh.pp}"}
-    for name, needed, only in ((*need, "")[:3] for need in table.needs):
+    sizes = {name: mesh.size(name) for name in ("pp", "cp")}
+    where = {
+        "": mesh.tp > 1,
+        "sp": tokens_divided and mesh.tp > 1,
+        **{n: sizes[n] > 1 for n in sizes},
+    }
+    hints = {"sp": "leave sequence_parallel out"} | {name: f"use {name}=1" for name in sizes}
+    beside = {"sp": " with sequence_parallel", **{n: f" with {n}={sizes[n]}" for n in sizes}}
+    for name, needed, only in ((*need, "")[:3] for need in (*NEEDS, *table.needs)):
         applies = where[only] if only in where else where[""] and getattr(config, only)
         found = getattr(config, name, needed)
         if found == needed or not applies:
@@ -148,6 +160,24 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
         for directive in rule if sch[pattern].paths else ():
             for where in _applicable(sch, pattern, directive):
                 sch.do(where, directive)
+
+
+def _activation_rows(sch: Schedule, blocks: list[str]) -> list[Row]:
+    """Return (path, rule) of every activation in `blocks` that has parameters (PReLU, xIELU): each rank sees the columns
+    of its shard only, so the gradients of these parameters are summed over tp.
+    """
+    within = tuple(f"{path}." for path in blocks)
+    return [(path, tuple(map(SumGradient, module._parameters))) for path, module in sch.state.modules.items()
+            if path.startswith(within) and type(module).__name__ in TRAINED_ACTIVATIONS]  # fmt: skip
+
+
+def _drawing_rows(sch: Schedule) -> list[Row]:
+    """Return (path, rule) of the modules whose own forward draws what all tp ranks must draw alike, and for which the
+    family's table has no such rule: which layers LayerDrop skips, or noise on a router's input.
+    """
+    return [(path, dropout) for path, module in sch.state.modules.items()
+            if any(value for name, value in vars(module).items() if DRAWS.search(name))
+            and ForkRng.name not in sch.state.applied.get(path, ())]  # fmt: skip
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:

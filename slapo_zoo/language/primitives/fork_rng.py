@@ -224,9 +224,14 @@ class OwnDropout(TorchFunctionMode):
     def _rows(self, x: Tensor) -> Tensor:
         """Return other random numbers in place of `x`, a result of `torch.rand`, each row from its own seed.
 
-        A row's seed depends on its index in the global batch. If axis 0 of `x` is not the batch, `x` is returned.
+        A row's seed depends on its index in the global batch. A single number (LayerDrop) is the same for all rows of a
+        step, on all ranks. If axis 0 of `x` is not the batch, `x` is returned.
         """
         stream = self.site.state.random
+        if not x.ndim:
+            self.count += 1
+            with stream.without_rows():
+                return stream.uniform(x[None], rng.SiteName(self.name, f"#{self.count}"))[0]
         num_rows = stream.position()[2]
         if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):
             return x

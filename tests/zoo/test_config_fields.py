@@ -1,0 +1,85 @@
+"""Fields of a config that change what a model computes, on layouts of two ranks, against one process in fp64."""
+
+import pytest
+import torch
+
+from parity import Case, batch_of, cast, changes_of, checkpoint, plain
+from slapo_zoo import ArchitectureError, AutoScheduledModel
+
+TOKENS = ("tokens",)
+LAYOUTS = {
+    "1": {}, "tp2": {"tp": 2}, "sp": {"tp": 2, "sequence_parallel": True}, "dp_shard": {"dp": 2, "dp_shard": 2},
+    "cp2": {"cp": 2}, "parts": {"micro_batches": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("fields")
+
+
+def step(folder, case, layout):
+    """Train one step; return its loss and the gradients, on rank 0."""
+    options = {
+        "dtype": "float64",
+        "seed": 7,
+        "auto_class": case.cls,
+        **changes_of(case),
+        **LAYOUTS[layout],
+    }
+    model = AutoScheduledModel.from_pretrained(folder, **options).train()
+    batch = cast(batch_of(case), torch.float64)
+    part, of = model.mesh.coord("batch"), model.mesh.size("batch")
+    loss = model.train_step({k: v.tensor_split(of)[part] for k, v in batch.items()})
+    return float(loss), model.consolidated_state_dict(grads=True)
+
+
+def assert_same(found, want):
+    losses, grads = zip(found, want, strict=True)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    largest = max(float(grad.abs().max()) for grad in grads[1].values())
+    for name, grad in grads[1].items():
+        torch.testing.assert_close(grads[0][name], grad, rtol=0, atol=1e-6 * largest, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [(Case("GPT2LMHeadModel", TOKENS, (("activation_function", "prelu"),)), "sp")],
+    ids=lambda x: getattr(x, "cls", x),
+)
+def test_trained_activations_have_the_gradients_of_plain_transformers(case, layout, root, threads):
+    folder = checkpoint(case, root)
+    truth = plain(case, folder, torch.float64, "sdpa")
+    assert_same(threads.run(step, 2, folder, case, layout)[0], (truth.losses[0], truth.grads))
+
+
+LAYERDROP = {
+    "opt": Case("OPTForCausalLM", TOKENS, (("layerdrop", 0.5), ("num_hidden_layers", 5))),
+    "m2m_100": Case(
+        "M2M100ForConditionalGeneration", TOKENS,
+        (("encoder_layerdrop", 0.5), ("decoder_layerdrop", 0.5), ("encoder_layers", 4)),
+    ),
+    "jitter": Case("MixtralForCausalLM", TOKENS, (("router_jitter_noise", 0.5),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("opt", "tp2"), ("m2m_100", "dp_shard"), ("jitter", "tp2")]
+)
+def test_ranks_skip_the_same_layers_and_draw_the_same_noise_as_one_process(
+    name, layout, root, threads
+):
+    """Ranks that skip different layers would wait for each other in different collectives."""
+    case = LAYERDROP[name]
+    folder = checkpoint(case, root)
+    want = step(folder, case, "1")
+    assert_same(threads.run(step, 2, folder, case, layout)[0], want)
+
+
+@pytest.mark.parametrize("layout", ["sp", "cp2"])
+def test_chunks_of_the_feed_forward_are_refused_where_ranks_hold_a_part_of_the_tokens(
+    layout, root, threads
+):
+    case = Case("BertForMaskedLM", TOKENS, (("chunk_size_feed_forward", 4),))
+    with pytest.raises(ArchitectureError, match="chunk_size_feed_forward=0"):
+        threads.run(step, 2, checkpoint(case, root), case, layout)
