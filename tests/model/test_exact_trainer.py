@@ -10,15 +10,15 @@ CASE = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1, rows=4)
 VIRTUAL = {"tp": 2, "pp": 1, "dp": 2}
 
 
-def rows(count=16):
+def rows(count=8):
     batches = [batch_of(CASE, step) for step in range(count // CASE.rows)]
     return [{k: v[i] for k, v in b.items()} for b in batches for i in range(CASE.rows)]
 
 
 def arguments(out, **changes):
     known = {
-        "output_dir": str(out), "use_cpu": True, "max_steps": 4, "learning_rate": 1e-3, "report_to": [],
-        "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "disable_tqdm": True,
+        "output_dir": str(out), "use_cpu": True, "max_steps": 2, "learning_rate": 1e-3, "report_to": [],
+        "logging_steps": 1, "save_strategy": "steps", "save_steps": 1, "disable_tqdm": True,
         "lr_scheduler_type": "linear", "dataloader_pin_memory": False,
     }  # fmt: skip
     return transformers.TrainingArguments(**{**known, **changes})
@@ -34,7 +34,7 @@ def train(folder, out, tp, dp, resume):
     try:
         trainer = ScheduledTrainer(
             model=model, args=arguments(out, **sizes),
-            train_dataset=rows(), eval_dataset=rows(8),
+            train_dataset=rows(), eval_dataset=rows(4),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         steps = [one for one in trainer.state.log_history if "loss" in one]
@@ -50,14 +50,14 @@ def test_trainer_in_bit_exact_mode_resumed_on_another_mesh_is_bit_equal_to_one_p
 ):
     folder = checkpoint(CASE, tmp_path)
     ((steps, digest, judged),) = ranks.run(train, 1, folder, tmp_path / "one", 1, 1, None)
-    assert len(steps) == 4
+    assert len(steps) == 2
     whole = ranks.run(train, 2, folder, tmp_path / "two", 2, 1, None, timeout=200)
     assert whole == [(steps, digest, judged)] * 2
-    saved = str(tmp_path / "two" / "checkpoint-2")
+    saved = str(tmp_path / "two" / "checkpoint-1")
     for found, end, loss in ranks.run(
         train, 2, folder, tmp_path / "three", 1, 2, saved, timeout=200
     ):
-        assert (found[-2:], end) == (steps[-2:], digest)
+        assert (found[-1:], end) == (steps[-1:], digest)
         assert loss == pytest.approx(judged, rel=1e-6)
 
 
