@@ -17,9 +17,11 @@ from slapo_zoo import (
     AutoScheduledModel,
     RankError,
     SlapoError,
+    emulate,
     save_checkpoint,
 )
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.weights import save
 
@@ -118,6 +120,23 @@ def test_run_local_raises_the_error_of_the_failed_rank(sources):
         run_local(train_until_it_fails, 2, (sources["gpt2"],), threads=1)
     assert time.monotonic() - begin < 60
     assert "sabotage" in caught.value.traceback_text or "hook" in caught.value.traceback_text
+
+
+def fails_on_rank_0():
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 fails")
+    dist.barrier()
+
+
+def test_failed_rank_0_of_emulated_ranks_does_not_wait_until_its_peers_have_read_the_error(
+    monkeypatch,
+):
+    """The store of ranks that are threads outlives rank 0."""
+    asked = []
+    monkeypatch.setattr(heartbeat.Heart, "not_told", lambda self: asked.append(self) or [])
+    with pytest.raises(ValueError, match="rank 0 fails"):
+        emulate(fails_on_rank_0, mesh=(2, 1, 1))
+    assert not asked
 
 
 SCRIPT = """

@@ -158,9 +158,10 @@ def _await_peer_error() -> RankError | None:
 def _linger() -> None:
     """Keep rank 0 alive until its peers have read the error, if rank 0 holds the store.
 
-    If torchrun or run_local holds the store, do not wait.
+    If torchrun or run_local holds the store, or the ranks are threads of one process, do not wait.
     """
-    if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if dist.get_rank() != 0 or kept or _of_one_process(default_store()):
         return
     heart, deadline = heartbeat.current(), time.monotonic() + LINGER_S
     if heart is None:
@@ -168,6 +169,13 @@ def _linger() -> None:
         return
     while heart.not_told() and time.monotonic() < deadline:
         time.sleep(0.1)
+
+
+def _of_one_process(store: Any) -> bool:
+    """Return True if `store`, of a process group, is a HashStore: then the ranks are threads of this process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.HashStore)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def default_store() -> Any | None:
