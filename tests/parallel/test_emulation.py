@@ -256,7 +256,7 @@ def test_rank_start_up_is_retried_once_when_a_peer_connection_is_lost(start, mon
 def test_rank_start_up_raises_when_a_peer_connection_is_lost_twice(monkeypatch):
     losing_first(monkeypatch, 2)
     with pytest.raises((RankError, RuntimeError), match="closed by peer"):
-        emulate(summed, mesh=(2, 1, 1), timeout_s=5)
+        emulate(summed, mesh=(2, 1, 1), timeout_s=2)
 
 
 def test_called_once_decorator_runs_a_function_once_when_threads_call_it_together():

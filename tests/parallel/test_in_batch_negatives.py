@@ -50,8 +50,12 @@ def scheduled(folder, tp, pp):
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "world"), [(1, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 4)]
-)
+    ("tp", "pp", "world"),
+    [
+        (1, 1, 2), (2, 1, 4), (1, 2, 4),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 1, 4), (2, 2, 4))),
+    ],
+)  # fmt: skip
 def test_contrastive_loss_over_dp_has_the_gradients_of_the_full_batch(
     tp, pp, world, tmp_path, threads
 ):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, RankError
 from slapo_zoo.errors import SlapoError, StageError
+from slapo_zoo.parallel.ranks import killed_rank
 from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer
 from slapo_zoo.parallel.ranks.launch import _receive, _start_all, stop
 
@@ -58,6 +59,10 @@ def outcome(model):
 
 
 def killed_in_step(folder, tp, pp, order, guilty):
+    killed_rank.ERROR_WAIT_S, killed_rank.SILENT_S = (
+        1.0,
+        2.5,
+    )  # of this process, which ends with the test
     model = build(folder, tp, pp, order)
     model.train_step(batch_of(GPT2))
     if dist.get_rank() == guilty:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, RankError, WeightsError
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks import heartbeat, patience, process_group
+from slapo_zoo.parallel.ranks import heartbeat, killed_rank, patience, process_group
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
@@ -74,6 +74,7 @@ def as_by_srun(fn, size, *args, timeout=120):
 
 def ring_with_a_failure(rank, guilty):
     """Let each rank wait only for its neighbour, so that not all notice the end of one."""
+    killed_rank.LINGER_S = 2.0  # of this process: ranks 2 and 3 wait until rank 0 has ended
     init_distributed(device="cpu")
     heartbeat.current()
     with rank_guard("train_step"):
@@ -183,7 +184,7 @@ def waits_for_a_stopped_rank(rank, where, silence):
 
 @pytest.mark.parametrize("where", ["together", pytest.param("collective", marks=pytest.mark.slow)])
 def test_error_of_a_timed_out_collective_names_the_stopped_rank(where):
-    (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 6.0)
+    (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 3.0)
     assert seconds < 90
     assert "rank 1" in text
     assert ("no heartbeat arrived" in text) or ("timed out after 8 s waiting for rank 1" in text), (

@@ -280,7 +280,7 @@ def tied_training(folder, case, tp, pp):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     model.train()
     group, seen = model.mesh.group("pp"), []
-    for step in range(4):
+    for step in range(2):
         optimizer.zero_grad()
         model.train_step(batch_of(case, step))
         (mine,) = tied_copies(model)
@@ -323,8 +323,8 @@ def test_weight_tied_over_first_and_last_stage_is_bit_equal_after_every_step(
         assert torch.equal(*first, *last)
         return
     for seen in threads.run(tied_training, tp * pp, folder, case, tp, pp):
-        assert [flags for *flags, _ in seen] == [[True, True, True]] * 4
-        assert len({total for *_, total in seen}) == 4  # they did change
+        assert [flags for *flags, _ in seen] == [[True, True, True]] * 2
+        assert len({total for *_, total in seen}) == 2  # they did change
 
 
 def tied_of_three(folder, case):
