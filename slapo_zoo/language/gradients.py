@@ -2,14 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.parallel.collectives import summed
+from slapo_zoo.parallel.compat import new_group
 from slapo_zoo.parallel.local_tensors import held_here, is_divided, rows_of
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.rank_plan import RankPlan, TensorPlan
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, RankPlan, TensorPlan
 
 NORM_ROW = 4096  # elements
 
@@ -34,6 +38,27 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             new, p.grad = p.grad, grad
             if new is not None:
                 grad.add_(new)
+
+
+def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> list[Any]:
+    """Hook parameters so that each backward sums their gradients over those tp ranks that the plan names; a collective call.
+
+    Summed are gradients that `sum_gradient` names, and those of shards that several ranks hold (`replicate=True`).
+
+    `named` are names and parameters of a model, `plan` is that of this rank. Returned are handles, whose `remove()` takes
+    the hooks off.
+    """
+    mesh, handles = plan.mesh, []
+    groups = {ranks: new_group(list(ranks)) for ranks in plan.groups()} if mesh.tp > 1 else {}
+    for name, p in named:
+        row = plan.of(name)
+        for one in row.sums(False, REPLICAS, PARTIAL) if row and mesh.tp > 1 else ():
+            group = groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
+            trains = p.requires_grad
+            p.requires_grad_()  # register_hook needs it; a frozen one may be trained later
+            handles += [p.register_hook(partial(summed, group=group))] if group else []
+            p.requires_grad_(trains)
+    return handles
 
 
 def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:

@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.hf.models import like, swap_tensors
 from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.language.gradients import sum_over_tp
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
-from slapo_zoo.parallel import gradient_buckets
-from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.verify.blame import Blame
 from slapo_zoo.verify.compare import Comparison, Divergence, RankResult, Tolerance, largest_of
@@ -194,7 +193,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
     mesh, model = sch.mesh, sch.model
     result = RankResult.on(mesh)
     recorder = Recorder(model)
-    with agreed_collectives(mesh, recorder), NoDropout(), recorder:
+    with agreed_collectives(mesh, recorder), NoDropout(), recorder, _summing(sch):
         leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]
         outputs = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         loss = _loss(outputs)
@@ -206,6 +205,18 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
         if isinstance(x, Tensor) and x.grad is not None:
             result.grads[f"{INPUT}{i}"] = x.grad
     return result
+
+
+@contextmanager
+def _summing(sch: Schedule) -> Iterator[None]:
+    """Context in which backwards sum partial gradients over tp, as those of the model that `build(sch)` returns."""
+    is_own = sch.state.plan is None and not sch.state.sums_gradients
+    handles = sum_over_tp(sch.model.named_parameters(), plan_of(sch.state)) if is_own else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _as_tree(output: Any) -> Any:
@@ -230,11 +241,8 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
     """Return the unsharded gradients of the model of `sch` on rank 0, elsewhere {}; all ranks call it together."""
-    plan, mesh, named = plan_of(sch.state), sch.mesh, dict(sch.model.named_parameters())
-    tokens_sharded = sch.state.forward.tokens_divided
-    rows = [row for row in plan.saved if row.name in named]
-    partial = [named[row.name] for row in rows if row.sums(tokens_sharded, PARTIAL)]
-    gradient_buckets.all_reduce_gradients(partial, mesh.group("tp") if partial else None)
+    mesh, named = sch.mesh, dict(sch.model.named_parameters())
+    rows = [row for row in plan_of(sch.state).saved if row.name in named]
     held = {row.name: named[row.name] for row in rows}
     local = {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in held.items()}
     return consolidate.gather(local, rows, mesh)

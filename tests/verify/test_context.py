@@ -53,6 +53,40 @@ def step(blocks, **options):
     return verify.report
 
 
+class SharedKeys(nn.Module):
+    """Four queries of two features, two of which share a key."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.down = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k = (layer(x).unflatten(-1, (-1, 2)) for layer in (self.query, self.key))
+        return self.down((q * k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)).flatten(-2))
+
+
+def shared_keys(wanted):
+    """Shard queries over four ranks, of which two hold the same key; compare this rank's gradient of its key."""
+    with slapo_zoo.parallel.rng.layout_independent_random.drawn_from(0):
+        sch = slapo_zoo.create_schedule(SharedKeys())
+    with Verify(sch, INPUTS):
+        sch[""].sync("bwd_post", "all_reduce")
+        sch["query"].shard("weight", 0).shard("bias", 0)
+        for name in ("weight", "bias"):
+            sch["key"].shard(name, 0, unit=2, replicate=True)
+        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    slapo_zoo.build(sch)(*INPUTS).sin().sum().backward()
+    mine = wanted.chunk(2)[sch.mesh.rank // 2]
+    torch.testing.assert_close(sch["key"].mod.weight.grad, mine)
+
+
+def test_verify_and_build_sum_the_gradient_of_a_shard_that_two_ranks_hold():
+    with slapo_zoo.parallel.rng.layout_independent_random.drawn_from(0):
+        plain = SharedKeys()
+    plain(*INPUTS).sin().sum().backward()
+    emulate(shared_keys, plain.key.weight.grad, mesh=(4, 1, 1))
+
+
 @pytest.mark.parametrize("eval_mode", [True, False])
 def test_verify_context_passes_a_correct_column_and_row_parallel_schedule(eval_mode):
     for report in emulate(step, [(column, row)], eval_mode=eval_mode, mesh=(2, 1, 1)):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.gradients import sum_over_tp
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.integrations.dialects import init_target_engine
@@ -63,6 +64,9 @@ def build(
 ) -> Any:
     """Return the runnable model of a schedule; if `target` names another engine than torch, (engine, optimizer).
 
+    Backwards of the returned model sum those gradients over tp that `sum_gradient` and `shard(replicate=True)` leave as
+    partial sums; those of `sch.model` before `build` do not. Over dp nothing is averaged.
+
     Args:
         sch: a schedule whose directives were applied.
         target: None or "torch" returns the model itself; "deepspeed" or "megatron" that engine around it.
@@ -73,7 +77,12 @@ def build(
     if init_weights and any(p.is_meta for p in sch.model.parameters()):
         given = init_weights if callable(init_weights) else None
         consolidate_model(sch, target or "torch", given)
-    return sch.model if target in (None, "torch") else init_target_engine(sch, target, **kwargs)
+    if target not in (None, "torch"):
+        return init_target_engine(sch, target, **kwargs)
+    if sch.state.plan is None and not sch.state.sums_gradients and dist.is_initialized():
+        sum_over_tp(sch.model.named_parameters(), plan_of(sch.state))
+        sch.state.sums_gradients = True
+    return sch.model
 
 
 def consolidate_model(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo import Mesh, Schedule, ScheduleError
+from slapo_zoo import Mesh, Schedule, ScheduleError, build
 from slapo_zoo.language.primitives.sync_reshard import AXIS
 from slapo_zoo.language.schedule import from_json
 
@@ -91,10 +91,8 @@ def chained(x):
     sch["3"].sync("bwd_post", "all_reduce").shard("weight", 0).shard("bias", 0)
     sch["4"].sync("fwd_post", "RS->RR")
     x = x.clone().requires_grad_()
-    y = net(x)
+    y = build(sch)(x)
     y.square().sum().backward()
-    for name in sorted(sch.state.partial_gradients):
-        dist.all_reduce(net.get_parameter(name).grad)
     return y.detach(), x.grad, [p.grad for p in net.parameters()]
 
 
