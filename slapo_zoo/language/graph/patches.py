@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.language.graph.tracer import ValueTracer, recorded
+from slapo_zoo.parallel.ranks.emulation import BUILDING
 
 # Functions that create a tensor, or read a dtype, without a tensor among their arguments.
 FACTORIES = ("ones", "zeros", "full", "arange", "empty", "tensor", "linspace", "eye")
@@ -32,9 +33,10 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 def recording(tracer: ValueTracer) -> Iterator[None]:
     """Context in which calls of torch factories (`torch.arange`, ...) become nodes of the graph of `tracer`.
 
-    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError.
+    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError. Ranks that are threads
+    record in turn, because these patches, and those of `torch.fx`, hold for the whole process.
     """
-    with ExitStack() as stack:
+    with BUILDING, ExitStack() as stack:
         for name in FACTORIES + RANDOM:
             new = recorded(tracer, getattr(torch, name), always=name in RANDOM)
             stack.enter_context(replaced(torch, name, new))

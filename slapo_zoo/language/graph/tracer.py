@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -218,13 +219,16 @@ def recorded(tracer: ValueTracer, function: Callable, always: bool = False) -> C
     """Return a wrapper of a function that torch does not dispatch on proxies; its calls with proxies become graph nodes.
 
     Args:
-        tracer: tracer that gets the nodes.
+        tracer: tracer that gets the nodes; calls in other threads give it none.
         function: function to wrap, e.g. `torch.arange`.
         always: add a node even without a proxy among the arguments (random functions).
     """
 
+    mine = get_ident()
+
     def record(*args: Any, **kwargs: Any) -> Any:
-        if not tracer.evaluating and (always or has_proxy(args, kwargs)):
+        is_mine = get_ident() == mine and not tracer.evaluating
+        if is_mine and (always or has_proxy(args, kwargs)):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 

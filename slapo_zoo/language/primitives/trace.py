@@ -6,9 +6,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.directive import Directive, Site, primitive, subtree
 from slapo_zoo.language.graph.examples import capture
 from slapo_zoo.language.graph.trace import install, trace_module, trace_tree
+from slapo_zoo.parallel.compat import ranks_are_threads
 
 # Traced modules that check() made and apply() will install.
 _traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -27,6 +28,12 @@ class Traces(Directive):
         return "example_inputs holds tensors, not JSON" if self.example_inputs is not None else ""
 
     def check(self, site: Site) -> None:
+        inner = (p for p in subtree(site.path, list(site.state.modules)) if p != site.path)
+        waits = [p for p in inner if {"fwd_pre", "fwd_post"} & site.state.applied.get(p, set())]
+        if waits and ranks_are_threads():
+            problem = f"{waits[0]!r} has a collective, and ranks that are threads trace one after the other"
+            hint = "call trace() before sync(), or run ranks as processes (run_local, torchrun)"
+            raise self.fail(site, problem, hint)
         _traced[site.module] = self.trace(site)
 
     def apply(self, site: Site) -> None:

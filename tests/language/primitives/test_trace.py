@@ -1,5 +1,8 @@
 """trace, trace_until and find as directives of a schedule."""
 
+import builtins
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +108,27 @@ def test_trace_records_attention_between_heads_as_one_graph_node():
     sch["transformer.h.0.attn"].trace(flatten=True)
     batch = batch_for(plain, 3, 11)
     torch.testing.assert_close(outputs(model, batch), outputs(plain, batch), rtol=0, atol=0)
+
+
+class Sleepy(nn.Linear):
+    """Linear with a bias that it makes, and a wait in which other ranks begin to trace."""
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return super().forward(x) + torch.arange(x.shape[-1])
+
+
+def traced_in_a_thread():
+    sch = Schedule(nn.Sequential(Sleepy(3, 3)), Mesh(tp=4, rank=dist.get_rank()))
+    sch["0"].trace(example_inputs=(torch.ones(2, 3),))
+    return sch.model(torch.ones(5, 3)).shape
+
+
+def test_ranks_that_are_threads_trace_in_turn_and_leave_torch_as_it_was(threads):
+    functions = ((builtins, "isinstance"), (torch, "arange"), (nn.Module, "__call__"))
+    before = [getattr(owner, name) for owner, name in functions]
+    assert threads.run(traced_in_a_thread, 4) == [(5, 3)] * 4
+    assert [getattr(owner, name) for owner, name in functions] == before
 
 
 def column_row(seed):
