@@ -52,10 +52,15 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
     ):
         bad = [path for path, module in sch.state.modules.items()
                if output_of(Site(path, module, sch.state)) == kind
-               and not (mode == "bwd_post" and hasattr(module, "num_embeddings"))
+               and not (mode == "bwd_post" and _divides_input(module))
                and not any(at in synced[mode] or at in replaced for at in _around(path))]  # fmt: skip
         if bad:
             yield bad, problem
+
+
+def _divides_input(module: Any) -> bool:
+    """Return whether a module with sharded outputs takes ids, or a sharded input (a convolution of groups)."""
+    return hasattr(module, "num_embeddings") or getattr(module, "groups", 1) > 1
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:

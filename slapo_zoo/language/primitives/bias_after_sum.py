@@ -1,4 +1,4 @@
-"""Column- and row-parallel Linear, Conv1D, Conv2d and Embedding: outputs and biases of layers sharded over n tp ranks.
+"""Column- and row-parallel Linear, Conv1D, Conv1d to Conv3d and Embedding: outputs and biases of layers sharded over n tp ranks.
 
 column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
 row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, after the sum
@@ -29,7 +29,10 @@ def _convolution(module: Any, x: Tensor) -> Tensor:
 
 
 # class name -> (forward without bias, number of axes after the output's channel axis)
-WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
+WITHOUT_BIAS = {
+    "Linear": (_linear, 0), "Conv1D": (_conv1d, 0),
+    "Conv1d": (_convolution, 1), "Conv2d": (_convolution, 2), "Conv3d": (_convolution, 3),
+}  # fmt: skip
 # class name -> (input axis, output axis) of the weight
 WEIGHT_AXES = {
     "Linear": (1, 0),
@@ -37,6 +40,7 @@ WEIGHT_AXES = {
     "Embedding": (0, 1),
     "Conv2d": (1, 0),
     "Conv1d": (1, 0),
+    "Conv3d": (1, 0),
 }
 
 
@@ -57,7 +61,7 @@ def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool
     """Replace the forward of a row-parallel module by `collective(product) + bias`; return True, or False if not done.
 
     Args:
-        module: a Linear, Conv1D or Conv2d whose weight is sharded along its inputs; other classes stay unchanged.
+        module: a Linear, Conv1D or convolution whose weight is sharded along its inputs; other classes stay unchanged.
         collective: all-reduces or reduce-scatters the partial products of the ranks.
     """
     names = [c.__name__ for c in type(module).__mro__ if c.__name__ in WITHOUT_BIAS]

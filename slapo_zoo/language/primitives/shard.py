@@ -27,11 +27,13 @@ class ShardRule:
     divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None
 
 
-def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set `groups` and `in_channels` of a sharded depthwise convolution to its `out_channels` (`ShardRule.divided`)."""
+def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
+    """Shard the groups of a convolution (`ShardRule.divided`), whose input channels are then sharded as its outputs are."""
     module: Any = site.module
-    if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
-        module.groups = module.in_channels = module.out_channels
+    if directive.axis == 0 and param_name == "weight" and module.groups > 1:
+        whole = site.state.placed[site.name(param_name)].shape[0]
+        module.groups = module.groups * module.out_channels // whole
+        module.in_channels = module.groups * module.weight.shape[1]
 
 
 SHARD_RULES: dict[str, ShardRule] = {
@@ -39,9 +41,11 @@ SHARD_RULES: dict[str, ShardRule] = {
     "Conv1D": ShardRule({"weight": {0: "nx", 1: "nf"}}),
     "LayerNorm": ShardRule({"weight": {0: "normalized_shape"}}),
     "RMSNorm": ShardRule({"weight": {0: "normalized_shape"}}),
-    "Conv2d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}),
     "_BatchNorm": ShardRule({"weight": {0: "num_features"}}),
-    "Conv1d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_depthwise),
+    **{
+        f"Conv{axes}d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_groups)
+        for axes in (1, 2, 3)
+    },
 }
 
 
@@ -130,6 +134,9 @@ class Shard(Directive):
                 return
             hint = "remove one of the two directives; tied parameters are sharded together"
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
+        if self.unit < 1 or self.together < 1 or self.shared < 0:
+            problem = f"found unit={self.unit}, together={self.together}, shared={self.shared}"
+            raise self.fail(site, problem, "pass counts: unit and together from 1, shared from 0")
         if not 0 <= self.axis < tensor.ndim:
             problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
             raise self.fail(site, problem, f"choose an axis of the shape {tuple(tensor.shape)}")

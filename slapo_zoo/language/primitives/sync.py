@@ -85,7 +85,7 @@ class Sync(Directive):
     """Insert a collective before the forward, after it, or after the backward of a module.
 
     rewrite:  fwd_post: y --> op(y);  fwd_pre: x --> op(x);  bwd_post: dx --> op(dx)
-              A row-parallel Linear, Conv1D or Conv2d adds its bias once, after the collective.
+              A row-parallel Linear, Conv1D or convolution adds its bias once, after the collective.
               "RR->RS" and the eight others: see slapo_zoo.language.primitives.sync_reshard
     errors:   unknown mode or op; an op that has no meaning in that mode, or for the output of a
               sharded module: partial sums must be summed; columns and unsharded outputs must not
@@ -173,6 +173,11 @@ class Sync(Directive):
             problem = f"each rank holds different columns of the output, which do not fit {op!r}"
             raise self.fail(site, problem, hint)
         whole_bias = site.tensor("bias") is not None and site.placed("bias") is None
+        is_summed = op in SUMS and site.mesh.size(self.mesh_dim) > 1
+        if kind == "" and is_summed and whole_bias and site.placed("weight"):
+            problem = f"the unsharded bias of this {type(site.module).__name__} would be summed over the ranks too"
+            hint = "add the bias after the sum: in a module around this one, which has sync()"
+            raise self.fail(site, problem, hint)
         if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
             hint = 'call shard("bias", 0) first, or scatter along another axis'
             raise self.fail(

@@ -10,7 +10,7 @@ from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
 from slapo_zoo.parallel import collectives
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their columns are channels, on axis 1
 
 
 @sync_op("all_reduce", "fwd_post", "bwd_post")

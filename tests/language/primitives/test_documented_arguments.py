@@ -1,5 +1,6 @@
 """Calls of the original Slapo's documents, as they show them; and extensions by third parties."""
 
+import copy
 import inspect
 import pydoc
 from dataclasses import dataclass
@@ -169,26 +170,32 @@ def test_every_listed_primitive_has_a_docstring_that_shows_its_rewrite():
 # --- sharding rules ------------------------------------------------------------------------------
 
 
-def row_convolution(x):
-    torch.manual_seed(5)
-    net = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 1))
+def convolutions(axes):
+    """Column-parallel, grouped and row-parallel convolutions over `axes` axes; the grouped one has two outputs a channel."""
+    cls = getattr(nn, f"Conv{axes}d")
+    return nn.Sequential(cls(4, 6, 3), nn.ReLU(), cls(6, 12, 1, groups=6), cls(12, 3, 1))
+
+
+def row_convolution(plain, x):
+    net = copy.deepcopy(plain)
     sch = Schedule(net, Mesh(tp=2, rank=dist.get_rank()))
-    sch["0"].sync("bwd_post", "all_reduce").shard("weight", 0).shard("bias", 0)
-    sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    sch["0"].sync("bwd_post", "all_reduce")
+    for name in ("0", "2"):
+        sch[name].shard("weight", 0).shard("bias", 0)
+    sch["3"].shard("weight", 1).sync("fwd_post", "all_reduce")
     x = x.clone().requires_grad_()
-    y = net(x)
+    y = slapo_zoo.build(sch)(x)
     y.square().sum().backward()
-    return y.detach(), x.grad, net[2].bias.grad
+    return y.detach(), x.grad, net[3].bias.grad
 
 
-def test_row_parallel_convolution_adds_its_bias_once_after_the_all_reduce(ranks):
-    torch.manual_seed(5)
-    net = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 1))
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_row_parallel_convolution_adds_its_bias_once_after_the_all_reduce(axes, threads):
+    net, x = convolutions(axes), torch.randn(2, 4, *[4] * axes, requires_grad=True)
     y = net(x)
     y.square().sum().backward()
-    for found in ranks.run(row_convolution, 2, x.detach()):
-        for mine, want in zip(found, (y.detach(), x.grad, net[2].bias.grad), strict=True):
+    for found in threads.run(row_convolution, 2, net, x.detach()):
+        for mine, want in zip(found, (y.detach(), x.grad, net[3].bias.grad), strict=True):
             torch.testing.assert_close(mine, want)
 
 
