@@ -3,7 +3,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.offload import Offloads, Pack
@@ -72,6 +73,7 @@ class State:
     offloads: Offloads = field(default_factory=Offloads)
     keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
     plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
+    sums_gradients: bool = False  # `build` hooked the parameters: see `sum_over_tp`
     positions: str = ""  # with cp > 1: value in `Table.cut_tokens`
     body: Any = None  # `cut_body.Body`, with cp > 1 and a head that reads whole rows
     cp_attention: str = WAYS[0]  # with cp > 1: how attention sees all tokens
@@ -100,6 +102,30 @@ class State:
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
+
+    def forget(self, path: str, new: nn.Module) -> None:
+        """Drop the records of what directives did to the module at `path` and below, since `new` is about to replace it.
+
+        Records of modules and tensors that `new` holds too are kept, under their new names.
+        """
+        parts = (*new.named_modules(), *new.named_parameters(), *new.named_buffers())
+        held = {id(part): join(path, name) for name, part in parts}
+        for record in (self.placed, self.applied):
+            for name in subtree(path, list(record)):
+                value, here = record.pop(name), held.get(id(self._at(name)))
+                record.update({} if here is None else {here: value})
+        for names in (self.partial_gradients, self.sequence_gradients):
+            for name in subtree(path, list(names)):
+                names.remove(name)
+                names.update(filter(None, [held.get(id(self._at(name)))]))
+        lost = [p for p in subtree(path, self.checkpointed) if id(self._at(p)) not in held]
+        self.checkpointed[:] = [p for p in self.checkpointed if p not in lost]
+
+    def _at(self, name: str) -> Any:
+        """Return the module, parameter or buffer that has this path in the model."""
+        path, _, leaf = name.rpartition(".")
+        holder: Any = self.modules.get(path)
+        return self.modules[name] if name in self.modules else getattr(holder, leaf, None)
 
     def select(self, pattern: str) -> list[str]:
         """Return the paths of the modules that a pattern such as `h.*.mlp` or `*:Linear` matches, in model order."""
@@ -171,11 +197,12 @@ class Site:
         return self.state.placed.get(self.name(tensor_name))
 
 
-# Declared type of a field --> types that its value must not have (bool passes as int).
-UNLIKE: dict[Any, tuple[type, ...]] = {
-    int: (str, float, list, tuple, dict, type(None)),
-    str: (int, float, list, tuple, dict, type(None)),
-    bool: (str, float, list, tuple, dict, type(None)),
+# Declared type of a field --> (types that its value must not have, what is expected); bool passes as int.
+UNLIKE: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((str, float, list, tuple, dict, type(None)), "an integer"),
+    str: ((int, float, list, tuple, dict, type(None)), "a string"),
+    bool: ((str, float, list, tuple, dict, type(None)), "True or False"),
+    tuple[int, ...]: ((str, int, float, dict, type(None)), "a list of integers"),
 }
 
 
@@ -187,11 +214,10 @@ class Directive:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Raise TypeError when a field declared as int, str or bool has a value of another type, e.g. `axis="0"`."""
+        """Raise TypeError when a field declared as int, str, bool or list has a value of another type, e.g. `axis="0"`."""
         for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, f.name)
-            if isinstance(value, UNLIKE.get(f.type, ())):
-                expected = {int: "an integer", str: "a string", bool: "True or False"}[f.type]
+            value, (unlike, expected) = getattr(self, f.name), UNLIKE.get(f.type, ((), ""))
+            if isinstance(value, unlike):
                 raise TypeError(f"{self.name}(): {f.name}: found {value!r}, expected {expected}")
 
     @classmethod
@@ -240,7 +266,10 @@ class Directive:
         return ScheduleError(site.path or "(the model)", self, problem, hint)
 
     def __str__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
+        shown = {
+            n: tree_map_only(Tensor, lambda x: x.shape, v) for n, v in self.arguments().items()
+        }
+        arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).name}({arguments})"  # self.name may be an argument of the primitive
 
 
@@ -263,6 +292,6 @@ def primitive(name: str) -> Callable[[type[D]], type[D]]:
     return register
 
 
-def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
+def subtree(path: str, paths: Iterable[str]) -> list[str]:
     """Return those module paths in `paths` that equal `path` or begin with it, as `h.0.mlp` begins with `h.0`."""
     return [p for p in paths if not path or p == path or p.startswith(path + ".")]

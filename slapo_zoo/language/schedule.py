@@ -20,7 +20,7 @@ from slapo_zoo.language.graph.pattern import name_matches
 from slapo_zoo.language.graph.traced import check_reachable
 from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.parallel.paths import nearest, select_paths
 from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 FORMAT = "slapo-zoo-schedule/1"
@@ -73,8 +73,11 @@ class Selection(_Methods):
 
     @property
     def mod(self) -> nn.Module:
-        """Return the one module that the pattern matches; a pattern of several modules raises ValueError."""
-        (path,) = self.schedule.matching(self.path, "mod")
+        """Return the one module that the pattern matches; a pattern of several modules raises ScheduleError."""
+        path, *others = self.schedule.matching(self.path, "mod")
+        if others:
+            hint = "write the whole path of one of them, or loop over .paths"
+            raise ScheduleError(self.path, "mod", f"matches {1 + len(others)} modules", hint)
         return self.schedule.state.modules[path]
 
     @property
@@ -171,8 +174,8 @@ class Schedule(Selection):
         """Return the class name of every module, by path."""
         return {path: type(module).__name__ for path, module in self.state.modules.items()}
 
-    def __getitem__(self, pattern: str) -> Selection:
-        return Selection(self, pattern)
+    def __getitem__(self, pattern: str | int) -> Selection:
+        return Selection(self, str(pattern))
 
     def __contains__(self, path: str) -> bool:
         return path in self.state.modules
@@ -186,6 +189,11 @@ class Schedule(Selection):
         """
         found = self.state.select(pattern)
         if not found:
+            every = dict(self.model.named_modules(remove_duplicate=False))
+            for name in select_paths(pattern, every):
+                first = next(p for p, module in self.state.modules.items() if module is every[name])
+                problem = f"{name!r} is a second name of the module {first!r}"
+                raise ScheduleError(pattern, what, problem, f"select it by its first: {first!r}")
             near = nearest(pattern, self.state.modules) or [*filter(None, self.state.modules)][:5]
             raise ScheduleError(pattern, what, "matches no module", f"nearest paths: {near}")
         return found

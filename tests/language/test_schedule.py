@@ -122,6 +122,18 @@ def test_schedule_indexing_after_replace_selects_the_new_module():
     assert "layers.0.attention.query" not in sch
 
 
+def test_module_that_replaces_a_sharded_and_checkpointed_one_has_no_directives_yet():
+    sch = Schedule(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), Mesh(tp=2))
+    for _ in range(2):
+        sch["0"].replace(nn.Linear(4, 6))
+        assert sch.state.placed == {}
+        sch["0"].shard("weight", 0).shard("bias", 0).checkpoint()
+        assert sch["0"].mod.weight.shape == (3, 4)
+    sch["0"].replace(nn.Sequential(sch["0"].mod))  # the same tensors under other names
+    assert sch.state.placed.keys() == {"0.0.weight", "0.0.bias"}
+    assert sch.state.checkpointed == ["0"]  # its forward reads this
+
+
 # --- check all, then apply ----------------------------------------------------------------------
 
 

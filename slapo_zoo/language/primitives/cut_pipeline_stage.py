@@ -22,6 +22,8 @@ class CutPipelineStage(Directive):
     def check(self, site: Site) -> None:
         if not site.path:
             raise self.fail(site, "the whole model cannot be cut", "name one of its blocks")
+        if self.call < 0:
+            raise self.fail(site, "found a negative call", "count the calls of the block from 0")
         if (site.path, self.call) in site.state.cuts:
             raise self.fail(site, "a stage ends here already", "remove one of the two cuts")
 

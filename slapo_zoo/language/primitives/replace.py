@@ -110,6 +110,7 @@ class Replace(Directive):
         else:
             parent, _, name = site.path.rpartition(".")
             self.new.train(site.module.training)
+            site.state.forget(site.path, self.new)
             setattr(site.state.modules[parent], name, self.new)
         site.state.index()
 

@@ -70,6 +70,7 @@ class ReplaceAll(Directive):
             for path, new in self._make(site).items():
                 parent, _, name = path.rpartition(".")
                 new.train(site.state.modules[path].training)
+                site.state.forget(path, new)
                 site.state.modules[parent]._modules[name] = new
         site.state.index()
 

@@ -44,6 +44,9 @@ class ShardAttribute(Directive):
         if not isinstance(size, int):
             problem = f"found {size!r}, expected an integer attribute {self.attribute!r}"
             raise self.fail(site, problem, "name an attribute that the module's __init__ sets")
+        if min(self.unit, self.together, self.keep) < 1:
+            problem = f"found unit={self.unit}, together={self.together}, keep={self.keep}"
+            raise self.fail(site, problem, "pass counts of at least 1")
         if problem := self._placement.problem(size, self._ranks(site)):
             n = self._ranks(site)
             legal = [m for m in range(1, n) if not self._placement.problem(size, m)]

@@ -213,14 +213,25 @@ def test_primitive_class_with_static_methods_registered_by_a_user_becomes_a_sche
         (lambda sch: sch["0"].shard(0, 0), "param_name: found 0, expected a string"),
         (lambda sch: sch["0"].shard("weight", 0, pad="yes"), "pad: found 'yes', expected True"),
         (lambda sch: sch["0"].sync(3), "mode: found 3, expected a string"),
+        (lambda sch: sch["0"].shard("weight", 0, groups=3), "groups: found 3, expected a list"),
+        (lambda sch: sch["0"].shard("weight", 0, unit=0), "found unit=0, together=1"),
+        (
+            lambda sch: sch["0"].shard_attribute("out_features", keep=0),
+            "found unit=1, together=1, keep=0",
+        ),
+        (lambda sch: sch["0"].cut_pipeline_stage(call=-1), "found a negative call"),
+        (lambda sch: sch["*"].mod, "mod: matches 2 modules"),
+        (lambda sch: sch["1"].checkpoint(), "'1' is a second name of the module '0'"),
+        (lambda sch: sch[2].shard("weight", 1).sync("fwd_post"), "unsharded bias of this Bilinear"),
     ],
 )
 def test_directive_argument_of_wrong_type_is_refused(use, problem):
-    sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
-    with pytest.raises(ScheduleError, match="0: ") as caught:
+    twice = nn.Linear(4, 4)
+    sch = Schedule(nn.Sequential(twice, twice, nn.Bilinear(4, 4, 4)), Mesh(tp=2))
+    with pytest.raises(ScheduleError) as caught:
         use(sch)
     assert problem in str(caught.value)
-    assert sch.history == []
+    assert len(sch.history) == ("Bilinear" in problem)
 
 
 def test_directive_argument_of_wrong_type_in_json_raises():
