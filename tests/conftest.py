@@ -1,5 +1,6 @@
 """Fixtures for all tests: ranks in warm processes, and a seed."""
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -28,6 +29,26 @@ def pytest_collection_modifyitems(items):
             if place != turn % n:  # a diagonal: not the same column of a grid each time
                 item.add_marker(pytest.mark.slow)
                 break
+
+
+def pytest_configure():
+    """Collect no garbage until all tests are imported."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """Let garbage collection skip all that is imported: after each `emulate` it would scan a million objects again."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After the last test of a file also skip the models of transformers that the file imported."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def _count_outcomes(terminalreporter):

@@ -7,6 +7,7 @@ A request to verify, one to derive a table, and one to probe whether cp can shar
 {"config": {...}, "cls": "BloomForCausalLM", "cut": 1, "way": "gather"}
 """
 
+import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -137,6 +138,7 @@ def _of_program(
 
 def main() -> None:
     """Read a request to verify or derive from stdin, and write its answer as JSON in the last line of stdout."""
+    gc.freeze()  # else the collector scans all objects of torch again after each emulation of ranks
     try:
         found = answer(json.load(sys.stdin))
     except SlapoError as error:

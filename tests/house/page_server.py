@@ -5,6 +5,7 @@ each import torch, transformers and the loader, and register torch's rules of fa
 beside it, into <script>.said; its exit code is a line of standard output.
 """
 
+import gc
 import os
 import runpy
 import signal
@@ -17,6 +18,7 @@ sys.path.insert(0, SUPPORT)
 import warm  # noqa: E402, F401
 
 sys.path.remove(SUPPORT)
+gc.freeze()  # the scripts' own collections skip what is imported
 LIMIT_S = 300
 
 
