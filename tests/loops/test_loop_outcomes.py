@@ -4,7 +4,7 @@
 NOT_YET, with the row of the class that it is of; a mend takes its cells out.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from loops import CELL_LAYOUTS, FAMILIES, LOOPS
 
 # Accelerate keeps one state in a process; bf16 rounds parts and whole otherwise. tests/loops/test_loops.py has both.
 ELSEWHERE = ("Trainer with compute_loss", "autocast bf16")
-# Layouts of one line share what plain transformers computed.
+# Layouts of one line share what plain transformers computed; these run in `slow`.
 TURNS = (("one", "tp2"), ("dp2", "tp2-dp2"), ("tp2-sp", "pp2"), ("dp2-shard", "dp2"), ("pp2", "one"), ("tp2", "tp2-sp"), ("tp2-dp2", "dp2-shard"))  # fmt: skip
 # Loop --> families, or cells family:layout, whose plain model fails in it, or is NaN in float64: their eager attention over
 # padding, blocks that ask for more than hidden states, an encoder of narrower embeddings, a head that calls a part of the backbone.
@@ -24,6 +24,8 @@ PLAIN_FAILS = {
     "set_attn_implementation eager": "modernbert",
     "rows do not see each other": "modernbert:dp2 modernbert:dp2-shard modernbert:tp2-dp2",
 }  # fmt: skip
+# Pairs of family and layout of the cells that run always: each family on two layouts, each layout with several families.
+COLUMNS = {(family, [*CELL_LAYOUTS][(i + 3 * k) % len(CELL_LAYOUTS)]) for i, family in enumerate(FAMILIES) for k in (0, 1)}  # fmt: skip
 # Row of what is wrong today --> loop --> its cells, family:layout.
 NOT_YET: dict[str, dict[str, str]] = {}
 
@@ -35,33 +37,45 @@ def plain_fails(name, family, layout):
 def cells():
     """Yield (loop, family, layout, True to run always): each loop in one family on one layout, and each refusal once; all in `slow`."""
     told = set()  # words of refusals that run always
-    patched = (
-        set()
-    )  # families of which a patched class runs always; test_patched_classes.py has more
+    used = Counter()  # (family, layout) --> cells that run always
+    patched = set()  # families of a patched class that runs always; more in test_patched_classes.py
     for i, (name, loop) in enumerate(LOOPS.items()):
-        known = len(told)
-        found = [*cells_of(i, name, loop, told)]
-        if found and not any(always for *_, always in found):
-            found[0] = (*found[0][:3], True)  # its own turn is left out
-        if name.startswith("patched") and patched.issuperset(loop.families) and len(told) == known:
-            found = [(*cell, False) for *cell, _ in found]
+        known = name.startswith("patched") and patched.issuperset(loop.families)
+        always = [] if name in ELSEWHERE else always_of(name, loop, told, used, known)
         patched.update(loop.families if name.startswith("patched") else ())
-        yield from found
+        yield from ((name, *cell, True) for cell in always)
+        yield from ((name, *cell, False) for cell in cells_of(i, name, loop) if cell not in always)
 
 
-def cells_of(i, name, loop, told):
-    """Yield the cells of loop `i`; add to `told` the words of its refusals that run always."""
+def always_of(name, loop, told, used, known):
+    """Return the cells of a loop that run always: one that trains, unless it is `known`, and one of each new refusal.
+
+    A cell shares its loading with others of the same family and layout, so it takes a pair in COLUMNS if it can.
+    """
+    ends = defaultdict(list)  # words of the refusal, or None --> cells
+    for family in loop.families:
+        for layout in CELL_LAYOUTS:
+            if layout not in loop.unlike and not plain_fails(name, family, layout):
+                ends[loop.words(CELL_LAYOUTS[layout], layout)].append((family, layout))
+    wanted = [words for words in ends if words not in told and (words or not known)]
+    found = []
+    for words in wanted or list(ends)[: not known]:
+        late = words and "tp2-dp2"  # where peers of a rank that raises may wait for their timeout
+        rank = {x: (x not in COLUMNS and not used[x], x[1] == late, used[x]) for x in ends[words]}
+        found.append(min(rank, key=rank.get))
+        used[found[-1]] += 1
+    told.update(words for words in wanted if words)
+    return found
+
+
+def cells_of(i, name, loop):
+    """Yield the (family, layout) of loop `i` in `slow`: each family on one or two layouts."""
     for j, family in enumerate(() if name in ELSEWHERE else loop.families):
         first = j == i % len(loop.families)
         turn = TURNS[(i + 2 * j) % len(TURNS)][: 2 if first or (i + j) % 2 else 1]
-        some = [x for x in turn if x not in loop.unlike and not plain_fails(name, family, x)]
-        words = {layout: loop.words(CELL_LAYOUTS[layout], layout) for layout in some}
-        trained = [layout for layout in some if words[layout] is None]
-        spared = trained[1:] if i // len(TURNS) % 2 else trained[:-1]
-        spared += [x for x in some if trained and words[x] in told]
-        for layout in some:
-            yield name, family, layout, first and layout not in spared
-        told |= {x for x in words.values() if x and first}
+        for layout in turn:
+            if layout not in loop.unlike and not plain_fails(name, family, layout):
+                yield family, layout
 
 
 def marks(name, family, layout, always):

@@ -42,7 +42,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("loops")
 
 
-@pytest.mark.one_in(2, 3)
+@pytest.mark.one_in(2, 6)
 @pytest.mark.parametrize(
     ("name", "family", "layout"), diagonal(), ids=lambda x: x.replace(" ", "-")
 )
@@ -70,6 +70,7 @@ MORE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     ["hand log-probabilities", pytest.param("accumulation no_sync", marks=pytest.mark.slow)],

@@ -212,7 +212,7 @@ def overflow(t: Trainee) -> None:
     scaler = GradScaler(t.model, **options) if t.scheduled else theirs
     for step in range(STEPS):
         last = not t.scheduled or t.mesh.rank == t.mesh.world_size - 1
-        _one_scaled(t, step, scaler, overflows=step == 1 and last)
+        _one_scaled(t, step, scaler, overflows=step == 0 and last)
 
 
 TAKE_OURS = "use slapo_zoo.GradScaler(model)"

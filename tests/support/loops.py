@@ -11,7 +11,7 @@ import torch
 from loop_families import FAMILIES, TEXT_SIX, Family
 from parity import EPS, LEARNING_RATE, batch_of, cast
 
-STEPS, ROWS, TOKENS, VOCAB = 3, 4, 8, 99
+STEPS, ROWS, TOKENS, VOCAB = 2, 4, 8, 99
 LAYOUTS = {
     "tp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "dp2": {"dp": 2},
     "tp2-pp2": {"tp": 2, "pp": 2}, "tp2-dp2": {"tp": 2, "dp": 2},

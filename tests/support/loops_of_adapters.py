@@ -52,9 +52,12 @@ loop("LoRA in some layers", families=("llama", "qwen3", "opt"), weights=False, p
 loop("LoRA on embeddings", weights=False, families=CAUSAL, **NO_PLACE)(
     _adapted(target_modules=r".*\.(wte|embed_tokens)")
 )
-loop("LoRA on the head", weights=False, families=("llama", "qwen3"), tp="the sharded vocabulary")(
-    _adapted(target_modules=["lm_head", "q_proj"])
-)
+loop(
+    "LoRA on the head",
+    weights=False,
+    families=("llama", "qwen3"),
+    tp="sharded over a padded vocabulary",
+)(_adapted(target_modules=["lm_head", "q_proj"]))
 
 
 def _classes(family: Any) -> str:
