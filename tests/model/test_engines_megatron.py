@@ -32,8 +32,13 @@ def all_families(runs):
     return found
 
 
-def test_megatron_engine_training_has_the_losses_and_gradients_of_one_process(root, ranks):
-    folders = {family: checkpoint(case, root) for family, case in CASES.items()}
+@pytest.mark.parametrize(
+    "families", [("gpt2", "t5"), pytest.param(("bert", "classes"), marks=pytest.mark.slow)], ids=str
+)
+def test_megatron_engine_training_has_the_losses_and_gradients_of_one_process(
+    families, root, ranks
+):
+    folders = {family: checkpoint(CASES[family], root) for family in families}
     options = {"clip": 1.0}
     runs = [(CASES[f], folder, (2, 1, 1), "megatron", options) for f, folder in folders.items()]
     found = ranks.run(all_families, 2, runs, timeout=300)[0]
