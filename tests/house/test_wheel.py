@@ -5,7 +5,7 @@ import re
 import sys
 import tomllib
 
-from sources import CODE, ROOT, files, tree
+from sources import CODE, ROOT, files, statements
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -37,7 +37,7 @@ def imported():
     """Third-party package --> names of the files that import it."""
     found = {}
     for path in files(*CODE):
-        for node in ast.walk(tree(path)):
+        for node in statements(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in {name.partition(".")[0] for name in names} - {"", "slapo_zoo"}:

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from sources import ROOT, files, label, text, tree
+from sources import ROOT, files, label, statements, text
 
 OTHER_WORDS = {
     r"rehears": "dry run (on fake tensors)",
@@ -35,7 +35,7 @@ def test_docstrings_do_not_begin_with_of_what_whether_or_how():
     paths = files("slapo_zoo", "kernels", "schedules", "ci", "tests", "examples")
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     found = [
-        f"{label(path)}: {text!r}" for path in paths for node in ast.walk(tree(path))
+        f"{label(path)}: {text!r}" for path in paths for node in statements(path)
         if isinstance(node, kinds) and re.match(OPENINGS, text := ast.get_docstring(node) or "")
     ]  # fmt: skip
     assert not found, found
@@ -47,7 +47,7 @@ PRIVATE = r"test_(an?|the)_|\w*_(anew|asked|knobs?|pieces?|said|seam|told)(_|$)"
 def test_names_of_tests_have_three_words_and_no_project_slang():
     """CONTRIBUTING, How we write: a name says subject, verb and outcome, without words of our own."""
     found = [
-        f"{label(path)}: {node.name}" for path in files("tests") for node in ast.walk(tree(path))
+        f"{label(path)}: {node.name}" for path in files("tests") for node in statements(path)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         and (re.match(PRIVATE, node.name) or node.name.count("_") < 3)
     ]  # fmt: skip
