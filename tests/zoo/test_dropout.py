@@ -279,6 +279,7 @@ def evaluate(case, folder, tp, pp):
     return before, trained, after, count, len(drawn)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_model_in_eval_mode_draws_no_dropout_mask(name, tp, pp, root, ranks):

@@ -109,7 +109,7 @@ QUICK = ("bert", "t5", "llama")
     [
         ("gpt2", "1x1x1"),
         *(
-            pytest.param(family, WITHOUT_PARTS.get(family, "2x2x1-sp"), marks=() if family in QUICK else pytest.mark.slow)
+            pytest.param(family, WITHOUT_PARTS.get(family, "2x1x1-sp" if family in QUICK else "2x2x1-sp"), marks=() if family in QUICK else pytest.mark.slow)
             for family in SEAM
         ),
     ],

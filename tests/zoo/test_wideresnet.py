@@ -151,7 +151,7 @@ def test_wideresnet_on_a_mesh_has_the_losses_and_gradients_of_one_process(folder
     check(folder, threads, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("layout", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
 def test_wideresnet_with_micro_batches_has_the_gradients_of_gradient_accumulation(
     folder, threads, layout
 ):
