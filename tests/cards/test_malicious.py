@@ -295,7 +295,7 @@ def mutated():
     return whole | st.builds(lambda s: {**GOOD, "steps": s}, steps)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
 def test_randomly_mutated_schedule_json_parses_or_raises_card_error(data):
     fuzz(data)

@@ -157,7 +157,9 @@ def test_early_stopping_ends_training_when_loss_stops_improving(job, tmp_path, c
 @pytest.mark.parametrize(
     "more",
     [
-        ("--optim", "sgd"),
+        pytest.param(
+            ("--optim", "sgd"), marks=pytest.mark.slow
+        ),  # the test above resumes AdamW, the one below trains SGD
         pytest.param(("--optim", "adamw_torch", "--adam-beta2", 0.9), marks=pytest.mark.slow),
     ],
 )

@@ -221,22 +221,10 @@ def test_schedule_derivation_cuts_only_the_decoder_if_other_cuts_fail(searches, 
         assert search.run().table.blocks == ("decoder.layers.*",)
 
 
-@pytest.mark.one_in(3, 2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "camembert",
-        "convnext",
-        "youtu",
-        "jetmoe",
-        "qwen2_audio",
-        "ctrl",
-        "layoutlmv3",
-        "modernvbert",
-        "t5gemma",
-        "falcon_h1",
-    ],
-)
+@pytest.mark.one_in(3, 4)
+@pytest.mark.parametrize("name", [
+    "camembert", "convnext", "youtu", "jetmoe", "qwen2_audio", "ctrl", "layoutlmv3", "modernvbert", "t5gemma", "falcon_h1",
+])  # fmt: skip
 def test_schedule_derivation_passes_verification_for_unusual_model_classes(name):
     """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
     experts that are chosen in a block; a forward that looks at its inputs; weights that are read, and parts
@@ -367,11 +355,16 @@ def test_automatically_derived_schedule_with_sequence_parallelism_shards_tokens_
     found = derive(transformers.ErnieConfig(), transformers.ErnieForMaskedLM, (2, 1, 1), **asked)
     parts = ("attention", "intermediate", "output")
     assert found.open_table.all_tokens == tuple(f"encoder.layer.*.{part}" for part in parts)
-    for name in ("BioGpt", "OpenAIGPT"):  # a part that is a product itself; parts that return lists
-        cls = getattr(transformers, {"BioGpt": "BioGptForCausalLM"}.get(name, f"{name}LMHeadModel"))
-        assert derive(cls.config_class(), cls, (2, 1, 1), **asked).share > 0.7
     with pytest.raises(ArchitectureError, match="cannot be sharded over tp"):
         derive(transformers.ConvNextConfig(), transformers.ConvNextForImageClassification, (2, 1, 1), **asked)  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["OpenAIGPTLMHeadModel", "BioGptForCausalLM"])
+def test_schedule_derivation_with_sequence_parallelism_shards_over_70_percent(name):
+    """Parts of these blocks return lists, or are a product themselves."""
+    cls = getattr(transformers, name)
+    assert derive(cls.config_class(), cls, (2, 1, 1), sequence_parallel=True).share > 0.7
 
 
 def test_derived_schedule_all_reduces_gradients_of_parameters_applied_to_sharded_tokens():

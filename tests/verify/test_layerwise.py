@@ -36,6 +36,7 @@ def verified(monkeypatch):
     return seen
 
 
+@pytest.mark.slow  # the tests below verify two kinds of layers, and one layer of nine that differs
 def test_layerwise_verify_of_nine_equal_layers_runs_one_pair_of_layers(verified):
     report = verify_layers(config_of("gpt2", n_layer=9))
     assert report.ok, str(report)
@@ -89,6 +90,7 @@ def test_layerwise_verify_passes_with_sequence_parallelism(verified):
 def test_layerwise_verify_of_albert_runs_its_shared_block_once(verified):
     report = verify_layers(config_of("albert", num_hidden_layers=6))
     assert report.ok, str(report)
+    assert report.config == "layer by layer"
     assert len(verified) == 1
 
 

@@ -141,7 +141,7 @@ MOVES = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)  # test_round_trips.py loads files of any layout on any other
 @pytest.mark.parametrize(("one", "other"), MOVES, ids=str)
 def test_training_resumed_on_another_mesh_equals_an_uninterrupted_run(
     threads, source, tmp_path, one, other

@@ -28,7 +28,7 @@ def assert_exact(mine, theirs):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "tree"])
 @pytest.mark.parametrize("part", ["attention", "block"])
 @pytest.mark.parametrize("family", MODELS)

@@ -63,10 +63,11 @@ def test_planner_costs_extrapolated_from_three_blocks_equal_costs_of_the_full_mo
 
 @pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("cls, changes", [
+    ("WhisperForConditionalGeneration", {}),
     ("CLIPForImageClassification", {"vision_config": {"num_hidden_layers": 7, "hidden_size": 36}}),
     ("M2M100ForConditionalGeneration", {"encoder_layers": 6, "decoder_layers": 6, "encoder_layerdrop": 0.5}),
     ("SwinForImageClassification", {"drop_path_rate": 0.1}), ("DebertaV2ForMaskedLM", {}),
-    ("Gemma2ForCausalLM", {"num_hidden_layers": 6}), ("WhisperForConditionalGeneration", {}),
+    ("Gemma2ForCausalLM", {"num_hidden_layers": 6}),
 ])  # fmt: skip
 def test_planner_weight_memory_equals_the_parameter_count_of_the_model(cls, changes):
     """Each parameter is counted once, in families with sub-configs, windows, relative positions or skipped layers."""
@@ -86,7 +87,7 @@ def test_planner_profiles_every_block_when_blocks_of_a_model_differ():
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", [GPT2, T5], ids=lambda case: case.cls)
+@pytest.mark.parametrize("case", [T5, GPT2], ids=lambda case: case.cls)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 4)])
 def test_planner_weight_bytes_and_pipeline_cuts_equal_those_of_the_built_model(case, tp, pp):
     planner = Planner(config_for(case), CPU, 8, "fp32")
@@ -234,7 +235,7 @@ def test_plan_command_prints_layouts_and_writes_a_schedule_file(tmp_path, capsys
     assert "the model has 16 positions" in capsys.readouterr().err
 
 
-FEW = ("vit", "whisper")
+FEW = ("vit",)  # the weights of Whisper are counted above
 
 
 @pytest.mark.parametrize(
