@@ -213,3 +213,26 @@ def test_forward_with_changing_batch_shapes_has_the_outputs_of_one_rank(root, th
     for found in threads.run(shapes_change, 2, folder, 2):
         for ours, theirs in zip(found, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+ROWS = torch.tensor([[[7, 31, 4]], [[5, 88, 41]]])  # of two dp ranks
+
+
+def ended(model, rows, eos):
+    options = {**BASE, "return_dict_in_generate": False, "output_logits": False, "pad_token_id": 0}
+    return model.generate(rows, **options, eos_token_id=eos)
+
+
+def ended_over_dp(folder, eos):
+    model = AutoScheduledModel.from_pretrained(folder, dp=2, dp_shard=2).eval()
+    return ended(model, ROWS[model.mesh.coord("dp")], eos)
+
+
+def test_generate_with_dp_shard_ends_on_each_rank_where_its_own_rows_end(root, threads):
+    folder = checkpoint(GPT2, root)
+    plain = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    eos = int(ended(plain, ROWS[0], None)[0, 4])
+    want = [ended(plain, rows, eos) for rows in ROWS]
+    assert want[0].shape != want[1].shape
+    found = threads.run(ended_over_dp, 2, folder, eos)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

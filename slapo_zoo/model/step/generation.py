@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.dp.dp_shard import Sharded
 
 CACHES = ("past_key_values", "cache_params")
 
@@ -69,7 +70,8 @@ class Generates:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `transformers` does; all ranks pass the same arguments and return the same tokens.
 
-        With pp > 1 there is no KV cache, so each new token runs the whole sequence again.
+        With pp > 1 there is no KV cache, so each new token runs the whole sequence again. With `dp_shard=` all ranks
+        go on until the rows of each have ended.
         """
         model: Any = self
         if model.mesh.pp > 1:
@@ -80,6 +82,8 @@ class Generates:
         if model.mesh.tp * model.mesh.pp > 1:  # its compiled graphs would contain collectives
             kwargs.setdefault("disable_compile", True)
         runtime = model._slapo
+        if isinstance(runtime.data_parallel, Sharded):  # a rank whose rows have ended still gathers
+            kwargs.setdefault("synced_gpus", True)
         before, runtime.generates = runtime.generates, True
         try:
             with runtime.precision.computing(model):
