@@ -64,6 +64,8 @@ def load(folder, tp, pp, dp, **options):
 
 def step(folder, mesh, options, micro_batches, as_module, times):
     model, head = load(folder, *mesh, **options), Head()
+    if as_module == "added to the model":
+        model.head = head
     loss_fn = head if as_module else head.forward
     for _ in range(times):
         model.train_step(part_of(model, mesh[2]), micro_batches, loss_fn=loss_fn)
@@ -91,10 +93,11 @@ def test_user_parameters_inside_a_loss_function_get_the_full_batch_gradient(
                 torch.testing.assert_close(mine, times * whole, **close)
 
 
-def test_loss_function_with_user_parameters_is_refused_with_pipeline_stages(folder):
-    args = (folder, (1, 2, 1), {}, 1, False, 1)
+@pytest.mark.parametrize("as_module", [False, "added to the model"])
+def test_loss_function_with_user_parameters_is_refused_with_pipeline_stages(folder, as_module):
+    args = (folder, (1, 2, 1), {}, 1, as_module, 1)
     with pytest.raises(SlapoError, match="that only the last of pp="):
-        emulate(step, *args, mesh=(1, 2, 1), timeout_s=5)
+        emulate(step, *args, mesh=(1, 2, 1), timeout_s=3)
 
 
 def fails(folder):

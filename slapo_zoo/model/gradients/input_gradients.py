@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.gradients.batch_check import check_trained_inputs
-from slapo_zoo.model.gradients.of_models import runtime_of
+from slapo_zoo.model.gradients.of_models import place_of, runtime_of
 from slapo_zoo.parallel.collectives import all_reduce_
 from slapo_zoo.parallel.mesh import Mesh
 
@@ -56,11 +56,12 @@ class InputGradients:
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
         known = {id(p) for p in (*self.beyond, *self.in_loss)}
-        new = [p for p in _made_of([loss], nodes_of(output)) if id(p) not in known]
+        found = _made_of([loss], nodes_of(output), with_added=self.mesh.pp > 1)
+        new = [p for p in found if id(p) not in known]
         if new and self.mesh.pp > 1:
             shapes = ", ".join(str(list(p.shape)) for p in new[:3])
             problem = f"the loss uses trained parameters {shapes} that only the last of pp={self.mesh.pp} stages sees"
-            hint = "pass as loss_fn= an nn.Module that holds these parameters, on all ranks"
+            hint = "pass as loss_fn= an nn.Module, outside of the model, that holds these parameters on all ranks"
             raise SlapoError("train_step", "loss_fn", problem, hint)
         self._register(new)
 
@@ -157,12 +158,16 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
     return waiting
 
 
-def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
+def _made_of(
+    tensors: Iterable[Tensor], ends: Iterable[Any] = (), with_added: bool = False
+) -> list[nn.Parameter]:
     """Return the parameters, outside any scheduled model, from which `tensors` are computed.
 
-    The search through the autograd graph does not look past the nodes `ends`.
+    With `with_added` also those that the user added to a scheduled model after its load. The search through the
+    autograd graph does not look past the nodes `ends`.
     """
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
     leaves = [getattr(node, "variable", None) for node in nodes]
-    return [p for p in leaves if isinstance(p, nn.Parameter) and runtime_of(p) is None]
+    found = [(p, place_of(p)) for p in leaves if isinstance(p, nn.Parameter)]
+    return [p for p, at in found if at is None or (with_added and at[0].of(at[1]) is None)]
