@@ -8,6 +8,7 @@ import torch
 from transformers.optimization import Adafactor
 
 from parity import Case, batch_of, checkpoint
+from slapo_zoo.model.gradients.optimizers import is_elementwise
 
 CASES = [
     Case("GPT2LMHeadModel", ("tokens",)),
@@ -119,6 +120,27 @@ class Normed(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(p.grad / p.grad.norm().clamp(min=1e-6) * p.norm() * RATE)
+
+
+class Clamped(torch.optim.SGD):
+    """SGD that clamps the weights after its step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+
+
+NAMED_ADAMW = type("AdamW", (Normed,), {"step": lambda self: None})  # GaLore's has this name too
+OVERRIDES = type("Lamb", (torch.optim.Adam,), {"step": lambda self: None})
+
+
+@pytest.mark.parametrize(
+    ("cls", "known"), [(torch.optim.AdamW, True), (Clamped, True), (OVERRIDES, False), (NAMED_ADAMW, False)]
+)  # fmt: skip
+def test_optimizer_works_element_by_element_if_its_step_is_or_extends_that_of_a_known_one(
+    cls, known
+):
+    assert is_elementwise(cls([torch.nn.Parameter(torch.ones(2))])) is known
 
 
 def normed(folder, layout, asked):

@@ -6,6 +6,7 @@ for their steps each sharded parameter is gathered, and replaced by this rank's 
 rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's shard again
 """
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -64,8 +65,18 @@ def whole_matrices(optimizer: Any) -> Any:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether an optimizer is known to update each element by the element's own gradient and state alone."""
-    return any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__)
+    """Return whether an optimizer is known to update each element by the element's own gradient and state alone.
+
+    A subclass of such an optimizer is known, too, if its `step` extends that of its base class. A class of a user that
+    has the name of one of torch's (GaLore's AdamW) is not.
+    """
+    for cls in type(optimizer).__mro__:
+        step = vars(cls).get("step")
+        if step is not None and cls.__name__ in ELEMENTWISE:
+            return cls is getattr(torch.optim, cls.__name__, cls)
+        if step is not None and "step" not in inspect.unwrap(step).__code__.co_names:
+            return False  # it calls no other `step`
+    return False
 
 
 @called_once
