@@ -44,6 +44,27 @@ def test_different_batches_on_ranks_of_a_tp_group_raise_on_every_rank(layout):
         assert "were fed another batch than rank" in said
 
 
+def evaluated(kind, training, layout):
+    """Run a forward without a backward; return this rank's error, or "ok"."""
+    model = AutoScheduledModel.from_config(CONFIG, seed=0, **layout).train(training)
+    try:
+        with torch.no_grad():
+            model(input_ids=rows(kind, model.mesh))
+    except MeshError as error:
+        return str(error)
+    return "ok"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_forward_without_backward_compares_the_batches_of_ranks_that_share_a_copy(layout, training):
+    """Each cp rank computes all tokens then, so that it may have rows of its own."""
+    refused = "cp" not in layout
+    for said in emulate(evaluated, "by rank", training, layout, mesh=(2, 1, 1)):
+        assert ("were fed another batch than rank" in said) is refused
+    assert set(emulate(evaluated, "same", training, layout, mesh=(2, 1, 1))) == {"ok"}
+
+
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
 def test_equal_batches_on_ranks_of_a_tp_group_raise_nothing(layout):
     assert set(emulate(fed, "by dp", None, *layout, mesh=layout)) == {"ok"}

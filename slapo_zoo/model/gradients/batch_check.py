@@ -47,10 +47,10 @@ def check_batch(
 
 
 def check_peers(
-    mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
-) -> None:
-    """Raise MeshError if tp or cp ranks got different batches, or would draw different dropout masks, in a call of the
-    model in the user's own loop (without `train_step`).
+    mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int, dims: Sequence[str] = ("tp", "cp")
+) -> None:  # fmt: skip
+    """Raise MeshError if ranks along `dims` got different batches, or would draw different dropout masks, in a call
+    of the model in the user's own loop (without `train_step`).
 
     Args:
         mesh: mesh of all ranks.
@@ -58,9 +58,10 @@ def check_peers(
         step: number of this call of the model, from 1.
         interval: calls from one check to the next; 0 never checks.
         draws: number of the model's forwards so far on this rank, which seeds its dropout masks.
+        dims: dims of the mesh whose ranks have to get the same batch.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    shared = [mesh_dim for mesh_dim in ("tp", "cp") if mesh.size(mesh_dim) > 1]
+    shared = [mesh_dim for mesh_dim in dims if mesh.size(mesh_dim) > 1]
     if not shared or not tensors or interval < 1 or (step - 1) % interval:
         return
     mine = digest(tensors) + draws

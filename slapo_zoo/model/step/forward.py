@@ -12,6 +12,7 @@ from torch import Tensor
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf.cut_body import own_lengths
 from slapo_zoo.model.dp.dp_shard import Sharded
+from slapo_zoo.model.gradients.batch_check import check_peers
 from slapo_zoo.model.gradients.step_guard import ALWAYS
 from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.model.step.input_errors import explained
@@ -57,7 +58,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     divided = tokens_divide(model, own_lengths(runtime.schedule.state, cut, batch))
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
-    require_together(model)
+    require_together(model, given)
     wants_tuple, run = set_return_dict(model, batch), functools.partial(_run_own, model, runtime)
     calls = runtime.calls
     draws = stream.call(model.training, rows * mesh.coord("batch"), rows)
@@ -138,13 +139,15 @@ class _NoBackward(torch.autograd.Function):
         raise SlapoError("backward", "the output of a model with pp > 1", problem, hint)
 
 
-def require_together(model: Any) -> None:
-    """Raise MeshError in eval mode if a rank that has to compute a part of the output does not call the model.
+def require_together(model: Any, batch: Mapping[str, Any]) -> None:
+    """Raise MeshError in a forward without a backward (evaluation, `generate`, `no_grad`) if a rank that has to compute a
+    part of the output does not call the model, or passes another `batch` (arguments of the call).
 
     Ranks check this in the first ALWAYS (16) calls, and then in one of every `model.input_check_interval` calls.
     """
     runtime, interval = model._slapo, model.input_check_interval
-    if model.training or torch.compiler.is_compiling() or not interval:
+    is_checked_later = model.training and torch.is_grad_enabled() and runtime.pipeline is None
+    if is_checked_later or torch.compiler.is_compiling() or not interval:
         return
     runtime.evaluated += 1
     if runtime.evaluated > ALWAYS and runtime.evaluated % interval:
@@ -157,6 +160,8 @@ def require_together(model: Any) -> None:
             problem = f"{names_of(gone)} did not call the model, and each rank computes a part of the output"
             hint = "call the model on all ranks, each of which gets the full output"
             raise MeshError("forward", "a model called on some ranks only", problem, hint)
+        draws = runtime.schedule.state.random.step if model.training else 0
+        check_peers(model.mesh, batch, 1, interval, draws, ("tp", "pp"))
 
 
 def computing_with(model: Any) -> list[int]:

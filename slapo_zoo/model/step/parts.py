@@ -54,8 +54,8 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
         return run(*args, **kwargs)
     if torch.compiler.is_compiling():  # a compiled graph would always draw the same dropout masks
         return torch.compiler.disable(called, recursive=False)(model, run, args, kwargs)
-    require_together(model)
     batch = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+    require_together(model, batch)
     rows = count_rows(batch)
     draws = state.random.call(False, rows * model.mesh.coord("batch"), rows)
     compute = computing_forward(lambda _model, *args, **kwargs: run(*args, **kwargs))
