@@ -9,6 +9,7 @@ from inspect import getsourcelines
 import pytest
 import torch
 import transformers
+from torch.nn.parallel import DistributedDataParallel
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, SlapoError
@@ -48,6 +49,47 @@ def test_dp_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
     with pytest.raises(MeshError, match="dp ranks have different weights") as caught:
         emulate(skip_once, by_hand, mesh=(1, 1, 2))
     assert "step() on all ranks or on none" in caught.value.hint
+
+
+def perturbed(norm_of):
+    """Run both backwards of SAM, the second at weights moved along the gradient; return the gradients' norm."""
+    model = made(tp=2)
+    model(**rows_of(model)).loss.backward()
+    norm = norm_of(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad * 0.05 / norm)
+    model(**rows_of(model)).loss.backward()
+    return float(norm)
+
+
+def test_weights_of_tp_ranks_that_were_moved_by_norms_of_shards_raise_at_the_next_backward():
+    of_all = partial(emulate, perturbed, mesh=(2, 1, 1))
+    assert len(set(of_all(lambda model: model.clip_grad_norm_(float("inf"))))) == 1
+    with pytest.raises(MeshError, match="tp ranks changed weights"):
+        of_all(lambda model: torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+
+
+def wrapped(wrap, layout):
+    model = made(**layout)
+    wrap(model)(**rows_of(model))
+    return "not seen"
+
+
+def fully_sharded(model):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "layout", "said"),
+    [(DistributedDataParallel, {"tp": 2}, "ranks [0, 1]"), (fully_sharded, {"dp": 2}, "fully_shard")],
+)  # fmt: skip
+def test_model_in_a_ddp_over_tp_ranks_or_in_fully_shard_is_refused(wrap, layout, said):
+    with pytest.raises(MeshError, match=re.escape(said)) as caught:
+        emulate(wrapped, wrap, layout, mesh=(2, 1, 1))
+    assert "init_target_engine" in caught.value.hint
 
 
 def by_autograd(averages, **layout):

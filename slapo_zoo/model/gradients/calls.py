@@ -17,7 +17,11 @@ from slapo_zoo.model.gradients import of_models, optimizers, step_guard
 from slapo_zoo.model.gradients.batch_check import check_peers
 from slapo_zoo.model.gradients.gradient_reducer import GradientReducer
 from slapo_zoo.model.gradients.input_gradients import nodes_of, trained_inputs
-from slapo_zoo.model.gradients.module_changes import require_known_weights
+from slapo_zoo.model.gradients.module_changes import (
+    refuse_ddp,
+    refuse_fsdp,
+    require_known_weights,
+)
 from slapo_zoo.model.gradients.parameter_hooks import take_over
 from slapo_zoo.model.gradients.step_guard import StepGuard
 from slapo_zoo.parallel.mesh import Mesh
@@ -75,8 +79,10 @@ class Calls:
         trained = [(name, p) for name, p in every if p.requires_grad]
         self.named = [(name, p) for name, p in trained if p.is_leaf]
         if self.mesh.world_size > 1:
+            refuse_ddp(model)
             self.guard.interval, self.guard.device = model.input_check_interval, model.device
             if [id(p) for _, p in trained] != self.trained:
+                refuse_fsdp(model)
                 require_known_weights(model, "forward")
                 self.trained = [id(p) for _, p in trained]
             self.reducer.attach((n, p) for n, p in every if self.reducer.over_dp or n in partial)

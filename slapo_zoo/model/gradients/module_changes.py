@@ -6,14 +6,21 @@ not be summed over ranks, and a save would write a shard as the unsharded tensor
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from slapo_zoo.errors import SlapoError, WeightsError
+from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.parallel.local_tensors import is_divided
 
+_NO_WRAPPER = (
+    "load again and leave it out: each backward averages gradients over dp, and dp_shard= shards weights over dp. Or call "
+    "init_target_engine(model, 'torch', data_parallel='ddp' or 'fsdp2'); with Accelerate slapo_zoo.prepare"
+)
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -56,6 +63,27 @@ def require_known_weights(model: Any, step: str) -> None:
             problem = f"the parameter was tied to {apart[0]}, and is a separate tensor now"
             hint = "to train both apart, load a model whose config has tie_word_embeddings=False"
             raise SlapoError(step, apart[1], problem, hint)
+
+
+def refuse_ddp(model: Any) -> None:
+    """Raise MeshError if the model runs within a DistributedDataParallel over ranks that hold other shards."""
+    ddp: Any = DistributedDataParallel._active_ddp_module
+    if ddp is None or all(module is not model for module in ddp.module.modules()):
+        return  # none, or that of another model
+    mesh, own = model.mesh, ("tp", "pp")
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    apart = [r for r in ranks if any(mesh.coord(d, r) != mesh.coord(d) for d in own)]
+    if apart or any(is_divided(p) for p in model.parameters()):
+        problem = f"DDP has given all of its ranks {ranks} the weights of the first, but they hold different shards"
+        raise MeshError("forward", "DistributedDataParallel", problem, _NO_WRAPPER)
+
+
+def refuse_fsdp(model: Any) -> None:
+    """Raise MeshError if the user called torch's `fully_shard` on modules of the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody has called it
+    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
+        problem = "it has replaced the parameters whose gradients this model sums over ranks"
+        raise MeshError("forward", "fully_shard", problem, _NO_WRAPPER)
 
 
 def _problem(

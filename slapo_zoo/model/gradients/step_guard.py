@@ -6,6 +6,7 @@ another factor on each rank, or skip a step on one rank: ranks would diverge sil
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,16 @@ FEWEST = 4  # elements that tell a common factor from one that clipping by value
 COPIES = 1e-6  # relative difference allowed between gradients of dp replicas
 LOOSELY = 1e-3  # the same between tp ranks, whose kernels may add in another order
 ALWAYS = 16  # all of the first steps are checked, then one in `input_check_interval`
-
+APART = {  # dim of the mesh --> problem and hint of an error about replicas
+    "loss": (
+        "dp ranks have different weights: they took different steps, or had different gradients",
+        "call optimizer.step() on all ranks or on none, and average gradients of torch.autograd.grad over dp",
+    ),
+    "tp": (
+        "tp ranks changed weights that all have by a norm of one rank's shards (SAM) or by random numbers of their own",
+        "take the norm from model.clip_grad_norm_(float('inf')), and seed torch equally on all tp ranks",
+    ),
+}
 GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 
 
@@ -50,7 +60,10 @@ class StepGuard:
     """
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.interval, self.steps, self.looks, self.backwards = mesh, ALWAYS, 0, 0, 0
+        self.mesh, self.interval, self.steps, self.looks = mesh, ALWAYS, 0, 0
+        self.backwards: Counter[str] = (
+            Counter()
+        )  # dim of the mesh --> backwards that compare weights
         self.device = torch.device("cpu")
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
         self.marks: dict[str, Tensor] = {}  # of gradients that are replicated over tp
@@ -83,19 +96,22 @@ class StepGuard:
         self.marks = self._marks_of(named, plan) if self._is_due(self.steps + 1) else {}
         self.trained, self.fresh = trained, True
         if averaged and self.mesh.size("loss") > 1 and not any(is_divided(p) for p in parameters):
-            self._compare_replicas(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
+            self._compare_replicas(parameters, "loss")
+        if self.mesh.tp > 1 and self.backwards["tp"] < ALWAYS:  # later roundings may have added up
+            self._compare_replicas([*_replicated(named, plan).values()], "tp")
 
-    def _compare_replicas(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if replicas of a parameter in `some` differ in the norm of their first elements."""
-        self.backwards += 1
-        if not some or not self._is_due(self.backwards):
+    def _compare_replicas(self, parameters: list[nn.Parameter], mesh_dim: str) -> None:
+        """Raise MeshError on all ranks along `mesh_dim` if replicas of some of `parameters` differ in the norm of their
+        first elements.
+        """
+        self.backwards[mesh_dim] += 1
+        some = parameters[:: max(1, len(parameters) // PROBES)][:PROBES]
+        if not some or not self._is_due(self.backwards[mesh_dim]):
             return
         mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
-        found = of_all(mine, self.mesh.group("loss"))
+        found = of_all(mine, self.mesh.group(mesh_dim))
         if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
-            problem = "dp ranks have different weights: they took different steps, or had different gradients"
-            hint = "call optimizer.step() on all ranks or on none, and average gradients of torch.autograd.grad over dp"
-            raise agreed(MeshError("backward", "replicas of the model", problem, hint))
+            raise agreed(MeshError("backward", "replicas of the model", *APART[mesh_dim]))
 
     def _is_due(self, step: int) -> bool:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
@@ -107,8 +123,7 @@ class StepGuard:
         """
         if self.mesh.tp == 1:
             return {}
-        rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
-        whole = {name: named[name] for name, row in rows.items() if not (row and row.placement)}
+        whole = _replicated(named, plan)
         grads = [p.new_zeros(1) if p.grad is None else p.grad.detach().reshape(-1)[:ELEMENTS]
                  for p in whole.values()]  # fmt: skip
         if not grads:
@@ -228,6 +243,12 @@ class StepGuard:
             if len(factors) == len(group) and max(factors) - min(factors) > alike * max(factors):
                 return ", ".join(f"{factor:.4g}" for factor in factors)
         return ""
+
+
+def _replicated(named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, nn.Parameter]:
+    """Return those of `named` (name --> parameter) of which every tp rank has the same values, as `plan` says."""
+    rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
+    return {name: named[name] for name, row in rows.items() if not (row and row.placement)}
 
 
 def _common_factor(row: list[float | None], alike: float) -> float | None:
