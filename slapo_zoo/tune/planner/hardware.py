@@ -1,6 +1,7 @@
 """Hardware profiles of the planner: rates of a device and its links, from data sheets or measured."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from slapo_zoo.errors import SlapoError
 
 GIB = 2**30
+DIVISORS = ("bandwidth", "link", "network", "per_node")
 CPU_SCRATCH = 4.0  # fitted to what `ci/bench.py memory` measured
 
 
@@ -62,6 +64,25 @@ class Hardware:
     peak: float = 0.0
     error: float = 0.0
     host: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise SlapoError for a figure that is no number, infinite, negative, or 0 where the planner divides by it."""
+        rates = (
+            self.matmul
+            if isinstance(self.matmul, Mapping) and self.matmul
+            else {"of a dtype": None}
+        )
+        figures = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, float)}
+        for name, value in (
+            *figures.items(),
+            *((f"matmul {dtype}", v) for dtype, v in rates.items()),
+        ):
+            divides = name in DIVISORS or name.startswith("matmul")
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if not is_number or value < 0 or (divides and value == 0):
+                problem = f"found {value!r}, expected a number {'above 0' if divides else 'of at least 0'}"
+                hint = "write a profile with `slapo-zoo calibrate FILE`, and change its figures"
+                raise SlapoError("plan", f"hardware: {name}", problem, hint)
 
     def flops(self, dtype: str) -> float:
         """Return the floating-point operations per second in `dtype`; if unknown, those in bfloat16, or the highest."""

@@ -61,13 +61,13 @@ class Found:
 def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
     """Return the error of a layout search that had no layout to forecast.
 
-    `refused` are (tp size, reason) pairs; the error names the first. If there are none, the error says that no layout
-    splits `gpus` devices and `batch` rows evenly.
+    `refused` are (tp size, reason) pairs. If tp=1 is among them, every size was refused, and the error names the first;
+    else it says that no layout splits `gpus` devices and `batch` rows evenly.
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"
     hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
-    if refused:
+    if refused and refused[0][0] == "tp=1":
         problem = f"every tp size was refused; {': '.join(refused[0])}"
         hint = "remove this cause; a model can be planned if its config names a head with a loss (architectures)"
     return MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, hint)

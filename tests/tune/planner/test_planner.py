@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.tune.planner.profile import Recompute
 from slapo_zoo.tune.planner.profiling import Family, shorter
 from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
+from slapo_zoo.tune.planner.search_result import no_layout
 from slapo_zoo.tune.planner.stage_memory import stage_memory
 from slapo_zoo.tune.planner.timing import How, StageTime, step_time
 from slapo_zoo.zoo.argument_values import to_dtype
@@ -255,6 +256,7 @@ def test_planner_raises_for_a_model_without_loss():
         MeshError, match=r"every tp size was refused; tp=1: GPT2Model has no loss.*\n.*names a head"
     ):
         planner.search(2, 8)
+    assert "divides 3 rows" in str(no_layout(64, 3, [("tp=8", "4 heads cannot be sharded")]))
 
 
 def test_every_spelling_of_float32_selects_the_same_precision():
@@ -272,10 +274,14 @@ def test_hardware_profile_written_by_calibration_is_read_back_unchanged(tmp_path
     assert found.flops("float64") > 0
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "list.json").write_text("[1]")
+    for name, figures in (("zero", {"link": 0}), ("text", {"matmul": {"float32": "x"}})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(asdict(found) | figures))
     for name, problem in (
         ("bad.json", "the file is no hardware profile"),
         ("list.json", r"found \[1\], expected a JSON object"),
         ("none.json", "no such profile"),
+        ("zero.json", "link: found 0, expected a number above 0"),
+        ("text.json", "matmul float32: found 'x'"),
     ):
         with pytest.raises(SlapoError, match=problem):
             find_hardware(str(tmp_path / name))
