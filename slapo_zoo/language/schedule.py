@@ -220,6 +220,12 @@ class Schedule(Selection):
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
         """Apply the directives of another schedule, or (pattern, directive) pairs, to this model; return this schedule."""
         steps = history.history if isinstance(history, Schedule) else history
+        for step in steps:
+            is_pair = isinstance(step, list | tuple) and len(step) == 2
+            if not (is_pair and isinstance(step[0], str) and isinstance(step[1], Directive)):
+                problem = f"found {step!r:.80}, expected a pair (pattern, directive)"
+                hint = "pass a Schedule, its history, or from_json(text)"
+                raise ScheduleError("schedule", "replay", problem, hint)
         for pattern, directive in steps:
             self.do(pattern, directive)
         return self

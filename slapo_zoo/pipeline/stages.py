@@ -137,6 +137,11 @@ class StagePlan:
             nth = seen.get(call.unit, 0)
             seen[call.unit] = nth + 1
             at += (call.unit, nth) in ends
+        for unit, nth in cuts:
+            if nth >= seen.get(unit, nth + 1):
+                problem = f"a forward calls this block {seen[unit]} times"
+                hint = f"choose call from 0 to {seen[unit] - 1}"
+                raise ScheduleError(unit, f"cut_pipeline_stage(call={nth})", problem, hint)
         return StagePlan(tuple(calls), tuple(of_call), stage)
 
     def crossing(self, stage: int) -> list[Value]:

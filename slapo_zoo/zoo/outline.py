@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.errors import MeshError, ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.hf.cut_body import Body
@@ -106,6 +106,10 @@ class Outline:
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
         """Return sharding and gradient sums of each tensor; `whole` is {tensor name: its unsharded shape and dtype}."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        if added := sorted(parameters - whole.keys()):
+            problem = "a directive added this parameter, for which neither checkpoints nor the config have values"
+            hint = "replace modules by ones with the same parameters; create_schedule(model) takes any module"
+            raise ScheduleError(added[0], "schedule", problem, hint)
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),
             lambda name: stages_of(name, self.holders), self.options.dp_shard,

@@ -1,12 +1,14 @@
 """Weights that several stages share: equal after every step, saved once; token shards are sent as shards."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
 from parity import EPS, Case, batch_of, checkpoint, tiny_config
-from slapo_zoo import AutoScheduledModel, MeshError, emulate
+from slapo_zoo import AutoScheduledModel, MeshError, ScheduleError, emulate
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TIED
@@ -79,6 +81,11 @@ def test_sequence_parallel_stages_send_shards_of_hidden_states_without_gathering
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     hidden = [shape.shape for shape in map(plan.shape, plan.crossing(1)) if shape.requires_grad]
     assert hidden == [(GPT2.rows, tokens, 30)]
+
+
+def test_pipeline_cut_after_a_call_that_no_forward_makes_is_refused():
+    with pytest.raises(ScheduleError, match="a forward calls this block 1 times"):
+        StagePlan.make([SimpleNamespace(unit="h.0")], [("h.0", 1)], 0)
 
 
 PP2 = (1, 2, 1)

@@ -65,6 +65,27 @@ def test_schedule_json_file_with_a_malformed_step_raises(folder, tmp_path):
     assert "expected [pattern, primitive, arguments]" in text
 
 
+def wider(sch):
+    sch["transformer.h.0.mlp"].replace(torch.nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "problem"),
+    [
+        ([1], "found 1, expected a pair"),
+        ([("transformer.h.*", 1)], "expected a pair (pattern, directive)"),
+        (wider, "a directive added this parameter"),
+        ("bytes.json", "found bytes that are not UTF-8"),
+    ],
+)
+def test_schedule_argument_that_cannot_be_applied_is_refused_with_its_cause(
+    schedule, problem, folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    assert problem in refused(SlapoError, folder, schedule=schedule)
+
+
 def test_pipeline_order_argument_accepts_the_schedule_names_of_torch(folder):
     model = AutoScheduledModel.from_pretrained(folder, pipeline_order="1F1B")
     assert torch.isfinite(loss_of(model))

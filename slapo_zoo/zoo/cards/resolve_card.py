@@ -72,14 +72,14 @@ def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
     if not name.endswith(".json"):
         return None
 
-    def first() -> str:
+    def first() -> bytes:
         folder = Path(name).absolute().parent
-        return files.read(folder, Path(name).name).decode() if mesh.rank == 0 else ""
+        return files.read(folder, Path(name).name) if mesh.rank == 0 else b""
 
-    text = together(mesh, "schedule file", first)[0]
-    document = strict_json.parse(text.encode(), name)
+    data = together(mesh, "schedule file", first)[0]
+    document = strict_json.parse(data, name)
     is_card = isinstance(document, dict) and document.keys() - {"format", "steps"}
-    return None if is_card else from_json(text)
+    return None if is_card else from_json(data.decode())
 
 
 def check_structure(program: Program, config: Any, cls: type) -> None:
