@@ -77,7 +77,7 @@ def proven(case, folder, sizes, knobs):
     config = changed_config(folder, dict(case.config))
     cls = getattr(transformers, case.cls)
     options = BuildOptions(schedule="auto", **knobs)
-    file = derived.cache_file(config, cls, sizes, options)
+    file = derived.cache_file(config, cls, (*sizes, 1, options.cp_attention), options)
     if not file.exists():
         derived._write(file, derive(config, cls, sizes, **knobs).document())
 
@@ -106,14 +106,15 @@ def cells():
 @pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
 def test_schedule_auto_training_has_the_losses_and_gradients_of_plain_transformers(
-    name, layout, root, ranks
+    name, layout, root, threads, monkeypatch
 ):
+    monkeypatch.setattr(derived, "python_apart", None)  # the proof below is found in the cache
     case, sizes = DERIVED[name], LAYOUTS[layout]
     folder = checkpoint(case, root)
     home_of(root)
     proven(case, folder, sizes[:3], {"sequence_parallel": True} if sizes[3:] == (True,) else {})
     truth, plains = references(case, folder)
-    results = ranks.run(run, sizes[0] * sizes[1] * sizes[2], case, folder, sizes)
+    results = threads.run(run, sizes[0] * sizes[1] * sizes[2], case, folder, sizes)
     compare(results[0][0], plains, truth)
 
 
@@ -131,7 +132,6 @@ def test_error_for_an_unknown_model_family_suggests_schedule_auto(root):
     assert all(name in text for name in families())
 
 
-@pytest.mark.slow  # the process that proves it imports torch and transformers anew
 def test_schedule_auto_caches_its_derivation_and_a_second_load_has_the_same_loss(tmp_path):
     home_of(tmp_path)
     config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
@@ -161,14 +161,15 @@ TINY.setdefault("olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2})
 @pytest.mark.one_in(3)  # a derivation takes a second or two
 @pytest.mark.parametrize("name", ALONE)
 def test_schedule_auto_on_one_rank_with_micro_batches_has_the_gradients_of_transformers(
-    name, root, ranks
+    name, root, threads, monkeypatch
 ):
+    monkeypatch.setattr(derived, "python_apart", None)  # the proof below is found in the cache
     case = ALONE[name]
     folder = checkpoint(case, root)
     home_of(root)
     proven(case, folder, (1, 1, 1), {})
     truth, plains = references(case, folder)
-    compare(ranks.run(run, 1, case, folder, (1, 1, 1), 2)[0][0], plains, truth)
+    compare(threads.run(run, 1, case, folder, (1, 1, 1), 2)[0][0], plains, truth)
 
 
 @pytest.mark.slow
