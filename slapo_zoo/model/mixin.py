@@ -14,7 +14,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.language.copying import independent_copy
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.model.checkpoints import adapters
+from slapo_zoo.model.checkpoints.adapter_methods import Adapts
 from slapo_zoo.model.checkpoints.current_specs import extras_of, refresh_specs, written_as
 from slapo_zoo.model.gradients.batch_check import INTERVAL
 from slapo_zoo.model.gradients.module_changes import Structure
@@ -40,7 +40,7 @@ from slapo_zoo.weights.save import save_folder
 from slapo_zoo.zoo.hf_arguments import saved_stem
 
 
-class Scheduled(Structure, Generates, Recomputes):
+class Scheduled(Adapts, Structure, Generates, Recomputes):
     """Mixin that adds training, saving and adapters to a transformers class; parameters stay plain local tensors."""
 
     _slapo: Runtime
@@ -204,97 +204,18 @@ class Scheduled(Structure, Generates, Recomputes):
 
         return stream_weights(self, dtype, bucket, ranks)
 
-    def load_stream(self, stream: Iterable[tuple[str, Tensor]] | None, rank: int = 0) -> None:
+    def load_stream(
+        self, stream: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | None, rank: int = 0
+    ) -> None:
         """Load (name, tensor) pairs, as `stream_weights` yields them on any mesh, into this model; a collective call.
 
         Args:
-            stream: (name, unsharded tensor) pairs; read on one rank only.
+            stream: (name, unsharded tensor) pairs, or a dict of them; read on one rank only.
             rank: global rank that reads `stream`; others may pass None.
         """
         from slapo_zoo.model.checkpoints.weight_stream import load_stream
 
         load_stream(self, stream, rank)
-
-    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Add a new LoRA adapter of peft, and freeze all that it does not train; a collective call of all ranks.
-
-        The matrices are sharded like the weights that they adapt, and their values are equal for every (tp, pp, dp).
-        peft's methods work as usual: `set_adapter`, `disable_adapters`.
-
-        Args:
-            adapter_config: a `peft.LoraConfig`.
-            adapter_name: name for the adapter; None takes "default".
-        """
-        self._add_adapter(adapter_config, adapter_name or "default", None)
-
-    def load_adapter(
-        self, peft_model_id: Any, adapter_name: str | None = None, is_trainable: bool = False
-    ) -> None:
-        """Load a LoRA adapter from a folder that peft or `save_adapter` wrote; a collective call of all ranks.
-
-        Args:
-            peft_model_id: the folder.
-            adapter_name: name for the adapter; None takes "default".
-            is_trainable: True to train the adapter's matrices; False freezes them.
-        """
-        folder, name = Path(peft_model_id), adapter_name or "default"
-        with rank_guard("load_adapter"):
-            config = adapters.saved_config(folder, is_trainable)
-        self._add_adapter(config, name, folder)
-        model: Any = self
-        for at, p in model.named_parameters():
-            if f".{name}." in f"{at}." or (at.endswith(".bias") and not is_trainable):
-                p.requires_grad_(is_trainable)
-
-    def _add_adapter(self, config: Any, name: str, folder: Path | None) -> None:
-        def inject() -> None:
-            self._slapo.peft_config = self._slapo.peft_config or {}  # None: peft_config raises
-            super(Scheduled, self).add_adapter(config, name)  # pyright: ignore[reportAttributeAccessIssue]
-
-        with rank_guard("add_adapter"):
-            adapters.add_adapter(self, config, name, inject, folder)
-
-    def save_adapter(self, save_directory: Any, adapter_name: str | None = None) -> None:
-        """Write an adapter, with unsharded matrices, as plain peft loads it; a collective call of all ranks.
-
-        Args:
-            save_directory: folder to write: new, empty, or of an older adapter; it is replaced by one rename.
-            adapter_name: name of the adapter; None takes the active one.
-        """
-        with rank_guard("save_adapter"):
-            adapters.save_adapter(self, Path(save_directory), self._adapter(adapter_name))
-
-    def get_adapter_state_dict(
-        self, adapter_name: str | None = None, grads: bool = False
-    ) -> dict[str, Tensor]:
-        """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} of an adapter on rank 0, else {}."""
-        with rank_guard("get_adapter_state_dict"):
-            return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
-
-    def _adapter(self, name: str | None) -> str:
-        model: Any = self
-        return name or next(iter(model.active_adapters()))
-
-    @property
-    def peft_config(self) -> Any:
-        """Return {adapter name: its peft config}; AttributeError if the model has no adapter."""
-        if not self._slapo.peft_config:
-            raise AttributeError(
-                "the model has no adapter, so no peft_config: call model.add_adapter(config) first"
-            )
-        return self._slapo.peft_config
-
-    @peft_config.setter
-    def peft_config(self, value: Any) -> None:
-        if self._slapo.peft_config is None and self.mesh.world_size > 1:
-            problem = f"peft cannot shard an adapter over the model's {self.mesh.world_size} ranks"
-            hint = "load the model again and call model.add_adapter(config), not get_peft_model"
-            raise SlapoError("peft", "get_peft_model", problem, hint)
-        self._slapo.peft_config = value
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        self._slapo.peft_config = None
 
     def save_pretrained(
         self,
@@ -318,10 +239,12 @@ class Scheduled(Structure, Generates, Recomputes):
             check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
             kwargs: repo_id, token, private, commit_message, variant, ... as in `transformers`.
         """
-        if self._slapo.adapters:
-            self._save_adapter_alone(save_directory, push_to_hub)
-            return
         stem = saved_stem(kwargs, Push.ALLOWED if push_to_hub else ())
+        if self._slapo.adapters:
+            self._save_adapter_alone(
+                save_directory, push_to_hub, dtype is not None or stem != "model"
+            )
+            return
         push = Push(Path(save_directory), kwargs) if push_to_hub else None
         keys = self._slapo.keys
         with rank_guard("save_pretrained"):
@@ -370,13 +293,6 @@ class Scheduled(Structure, Generates, Recomputes):
         with rank_guard("push_schedule_to_hub"):
             make = functools.partial(card_of, self, base_model, any_size)
             return publish(self.mesh, make, repo_id, **kwargs)
-
-    def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
-        if push_to_hub:
-            problem = "the model has an adapter, which this call cannot upload"
-            hint = "save_pretrained(folder), then huggingface_hub.HfApi().upload_folder(...)"
-            raise SlapoError("save_pretrained", "push_to_hub", problem, hint)
-        self.save_adapter(save_directory)
 
 
 def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:

@@ -21,7 +21,7 @@ def open_adapter(folder: Path) -> CheckpointFolder:
     """Open the tensors of a peft adapter folder; raise WeightsError when it has no safetensors file."""
     if not (folder / TENSORS).exists():
         problem = f"found no {TENSORS}"
-        hint = "pass the folder of an adapter that peft saved"
+        hint = "pass the folder of an adapter that peft saved; peft.PeftModel rewrites an older .bin file"
         raise WeightsError(str(folder), "adapter", problem, hint)
     return CheckpointFolder(folder, TENSORS)
 

@@ -61,7 +61,7 @@ def local_folder(
     folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
     """
     if Path(name_or_path).exists():
-        return Path(name_or_path) / (hub.subfolder or "")
+        return _of_model(Path(name_or_path) / (hub.subfolder or ""))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -77,7 +77,17 @@ def local_folder(
         problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
         hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
         raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
-    return Path(fetched) / (hub.subfolder or "")
+    return _of_model(Path(fetched) / (hub.subfolder or ""))
+
+
+def _of_model(folder: Path) -> Path:
+    """Return a checkpoint's folder; SlapoError if it holds an adapter, which `transformers` would load with its base model."""
+    if not (folder / "adapter_config.json").exists():
+        return folder
+    problem = "found adapter_config.json: this folder holds an adapter of peft"
+    hint = "load the base model that this file names, then call model.load_adapter(folder)"
+    hint += "; to load weights beside it alone, move the adapter to another folder"
+    raise SlapoError("from_pretrained", str(folder), problem, hint)
 
 
 def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
@@ -150,7 +160,7 @@ def changed_config(
     try:
         config, unused = read_config(source, return_unused_kwargs=True, **changes)
     except (OSError, ValueError) as error:
-        problem = f"no config can be read: {str(error).strip().splitlines()[0]}"
+        problem = f"no config can be read: {' '.join(str(error).split()):.300}"
         hint = "pass a folder with config.json, as save_pretrained writes it"
         raise SlapoError("from_pretrained", str(folder), problem, hint) from None
     if unused:

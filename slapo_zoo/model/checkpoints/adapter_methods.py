@@ -1,0 +1,123 @@
+"""Methods of a scheduled model for LoRA adapters of peft: add, load, delete and save them."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.checkpoints import adapters
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.killed_rank import rank_guard
+
+
+class Adapts:
+    """Mixin with the adapter methods that a transformers class has, for a model whose layers are sharded."""
+
+    _slapo: Any
+    mesh: Mesh
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """Add a new LoRA adapter of peft, and freeze all that it does not train; a collective call of all ranks.
+
+        The matrices are sharded like the weights that they adapt, and their values are equal for every (tp, pp, dp).
+        peft's methods work as usual: `set_adapter`, `disable_adapters`.
+
+        Args:
+            adapter_config: a `peft.LoraConfig`.
+            adapter_name: name for the adapter; None takes "default".
+        """
+        self._add_adapter(adapter_config, adapter_name or "default", None)
+
+    def load_adapter(
+        self, peft_model_id: Any, adapter_name: str | None = None, is_trainable: bool = False
+    ) -> None:
+        """Load a LoRA adapter from a folder that peft or `save_adapter` wrote; a collective call of all ranks.
+
+        Args:
+            peft_model_id: the folder.
+            adapter_name: name for the adapter; None takes "default".
+            is_trainable: True to train the adapter's matrices; False freezes them.
+        """
+        folder, name = Path(peft_model_id), adapter_name or "default"
+        with rank_guard("load_adapter"):
+            config = adapters.saved_config(folder, is_trainable)
+        self._add_adapter(config, name, folder)
+        model: Any = self
+        for at, p in model.named_parameters():
+            if f".{name}." in f"{at}." or (at.endswith(".bias") and not is_trainable):
+                p.requires_grad_(is_trainable)
+
+    def _add_adapter(self, config: Any, name: str, folder: Path | None) -> None:
+        def inject() -> None:
+            self._slapo.peft_config = self._slapo.peft_config or ()  # None: its setter raises
+            super(Adapts, self).add_adapter(config, name)  # pyright: ignore[reportAttributeAccessIssue]
+
+        with rank_guard("add_adapter"):
+            adapters.add_adapter(self, config, name, inject, folder)
+
+    def delete_adapter(self, adapter_names: list[str] | str) -> None:
+        """Delete adapters by name; without any, `save_pretrained` and `save_checkpoint` write the model again."""
+        super().delete_adapter(adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
+        for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
+            self._slapo.adapters.pop(name, None)
+
+    def save_adapter(self, save_directory: Any, adapter_name: str | None = None) -> None:
+        """Write an adapter, with unsharded matrices, as plain peft loads it; a collective call of all ranks.
+
+        Args:
+            save_directory: folder to write: new, empty, or of an older adapter; it is replaced by one rename.
+            adapter_name: name of the adapter; None takes the active one.
+        """
+        with rank_guard("save_adapter"):
+            adapters.save_adapter(self, Path(save_directory), self._adapter(adapter_name))
+
+    def get_adapter_state_dict(
+        self, adapter_name: str | None = None, grads: bool = False
+    ) -> dict[str, Tensor]:
+        """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} of an adapter on rank 0, else {}."""
+        with rank_guard("get_adapter_state_dict"):
+            return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
+
+    def _adapter(self, name: str | None) -> str:
+        model: Any = self
+        active = [name] if name else model.active_adapters()
+        if len(active) > 1:
+            problem = f"found the active adapters {', '.join(active)}, expected one to save"
+            raise SlapoError(
+                "adapter", "adapter_name", problem, "name one, or call set_adapter(name)"
+            )
+        return active[0]
+
+    @property
+    def peft_config(self) -> Any:
+        """Return {adapter name: its peft config}; AttributeError if the model has no adapter."""
+        if not isinstance(self._slapo.peft_config, dict):
+            raise AttributeError(
+                "the model has no adapter, so no peft_config: call model.add_adapter(config) first"
+            )
+        return self._slapo.peft_config
+
+    @peft_config.setter
+    def peft_config(self, value: Any) -> None:
+        if self._slapo.peft_config is None and self.mesh.world_size > 1:
+            problem = f"peft cannot shard an adapter over the model's {self.mesh.world_size} ranks"
+            hint = "load the model again and call model.add_adapter(config), not get_peft_model"
+            raise SlapoError("peft", "get_peft_model", problem, hint)
+        self._slapo.peft_config = value
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        self._slapo.peft_config = None
+
+    def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool, changed: bool) -> None:
+        if push_to_hub:
+            problem = "the model has an adapter, which this call cannot upload"
+            hint = "save_pretrained(folder), then huggingface_hub.HfApi().upload_folder(...)"
+            raise SlapoError("save_pretrained", "push_to_hub", problem, hint)
+        if changed:
+            problem = (
+                "the model has an adapter, which is written in its own dtype, without a variant"
+            )
+            raise SlapoError("save_pretrained", "dtype= or variant=", problem, "leave both out")
+        self.save_adapter(save_directory)

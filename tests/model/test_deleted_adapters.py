@@ -1,0 +1,63 @@
+"""Adapters that are deleted, several active ones, and folders that hold one."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import LlamaForCausalLM
+
+from parity import Case, checkpoint
+from slapo_zoo import AutoScheduledModel, SlapoError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Already found a .peft_config:UserWarning"),
+]
+LLAMA = Case("LlamaForCausalLM", ("tokens",))
+
+
+def config():
+    return LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+
+
+def merged(folder, out, layout):
+    """Save an adapter, merge it into the weights, delete it, and save the model."""
+    model = AutoScheduledModel.from_pretrained(folder, **layout)
+    model.add_adapter(config())
+    model.save_pretrained(out / "adapter")
+    for module in model.modules():
+        if hasattr(module, "merge"):
+            module.merge()
+    model.delete_adapter("default")
+    model.save_pretrained(out / "model")
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["one", "tp2"])
+def test_merged_and_deleted_adapter_leaves_the_files_of_plain_peft(
+    threads, tmp_path_factory, tmp_path, layout
+):
+    folder = checkpoint(LLAMA, tmp_path_factory.getbasetemp())
+    threads.run(merged, layout.get("tp", 1), folder, tmp_path, layout)
+    plain = PeftModel.from_pretrained(
+        LlamaForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    ).merge_and_unload()
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+def test_save_of_two_active_adapters_and_load_of_an_adapter_folder_are_refused(
+    tmp_path_factory, tmp_path
+):
+    folder = checkpoint(LLAMA, tmp_path_factory.getbasetemp())
+    model = AutoScheduledModel.from_pretrained(folder)
+    for name in ("a", "b"):
+        model.add_adapter(config(), name)
+    model.set_adapter(["a", "b"])
+    with pytest.raises(SlapoError, match="found the active adapters a, b"):
+        model.save_pretrained(tmp_path / "out")
+    model.delete_adapter("b")
+    with pytest.raises(SlapoError, match="without a variant"):
+        model.save_pretrained(tmp_path / "out", variant="x")
+    model.save_pretrained(tmp_path / "out")
+    with pytest.raises(SlapoError, match="this folder holds an adapter of peft"):
+        AutoScheduledModel.from_pretrained(tmp_path / "out")
