@@ -17,8 +17,8 @@ from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.encode import decode, encode
 from slapo_zoo.weights.load_memory import Target
 
-# Options about the implementation, not the result: the optimizer keeps its own.
-OWN_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}
+# Options about this process, not the result: the optimizer keeps its own.
+OWN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Megatron's own options in a group, unknown to other engines
 OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"}
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
@@ -79,7 +79,7 @@ def merge(records: Sequence[Record]) -> Record:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
         if kinds[0] != kinds[1]:
             problem = f"pipeline stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
-            hint = "make the optimizer in the same way on every rank"
+            hint = "make the same groups on every rank, also those that are empty there"
             raise WeightsError(SAVE, "optimizer", problem, hint)
     groups = [
         {
@@ -254,7 +254,8 @@ def _check_kind(optimizer: Any, record: Record) -> None:
         problem = "found {} with {} parameter groups, the saved one is {} with {}".format(
             *found, *expected
         )
-        raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
+        hint = "make the same optimizer as when saving, with the groups that are empty on this rank too"
+        raise WeightsError(LOAD, "optimizer", problem, hint)
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:

@@ -24,9 +24,10 @@ def start(folder, layout, case=DROPOUT):
     model = AutoScheduledModel.from_pretrained(
         folder, tp=tp, pp=pp, dp=dp, seed=3, auto_class=case.cls
     ).train()
+    named = list(model.named_parameters())  # the optimizer keeps the names, which differ per stage
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPS)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=3)
