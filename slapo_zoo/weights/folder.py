@@ -142,10 +142,21 @@ class CheckpointFolder:
         try:
             for name in sorted(set(self.key_to_file.values())):
                 self._file(name)
+            self._require_one_save()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _require_one_save(self) -> None:
+        """Raise WeightsError if two files carry ids of different saves, e.g. after one file was copied alone."""
+        known = {name: save for name, save in self.saves().items() if save is not None}
+        first = next(iter(known.values()), None)
+        for name, save in known.items():
+            if save != first:
+                problem = f"this file has the save id {save}, {next(iter(known))} has {first}"
+                hint = "the folder mixes files of two saves: copy all files of one save"
+                raise WeightsError(str(self.path / name), "", problem, hint)
 
     def saves(self) -> dict[str, str | None]:
         """Return {name of each opened file: id of the save that wrote it}; None stands for a file without id."""

@@ -170,6 +170,8 @@ def test_checkpoint_with_files_mixed_from_two_saves_is_refused(source, saved, tm
     save_checkpoint(made, other, optimizer, step=2, max_shard_size="60KB")
     one = min(other.glob("model*.safetensors"))
     one.write_bytes((out / one.name).read_bytes())  # the same tensors, of another save
+    with pytest.raises(WeightsError, match=r"safetensors: this file has the save id"):
+        AutoScheduledModel.from_pretrained(other)
     with pytest.raises(WeightsError, match=r"CRC-32|has the save id"):
         load_checkpoint(made, other, optimizer)
     (other / "checksums.json").unlink()

@@ -4,7 +4,7 @@ rewrite:  shard of each rank [..., size / tp, ...]  <-->  (key in files, unshard
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,12 +204,14 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
         yield start, min(start + step, tensor.shape[0])
 
 
-def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
+def load_stream(
+    model: Any, stream: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | None, rank: int
+) -> None:
     """Fill a model with the (key in files, unsharded tensor) pairs that one rank reads; a collective call.
 
     Args:
         model: a scheduled model.
-        stream: the pairs, in any order; needed on `rank` alone.
+        stream: the pairs, in any order, or a dict of them; needed on `rank` alone.
         rank: global rank that reads the pairs and broadcasts them.
     """
     with rank_guard("load_stream"), torch.no_grad():
@@ -219,7 +221,8 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
         by_key = {keys[name]: target for name, target in targets.items()}
         shapes = {s.name: s.shape for s in model._slapo.keys.file_specs(model._slapo.specs)}
         left = dict.fromkeys(shapes)
-        pairs = iter(stream or ()) if model.mesh.rank == rank else None
+        given = stream.items() if isinstance(stream, Mapping) else stream or ()
+        pairs = iter(given) if model.mesh.rank == rank else None
         while (header := _next_pair(pairs, model, rank)) is not None:
             key, tensor, shape, dtype = header
             if shapes.get(key) != shape:
