@@ -42,6 +42,7 @@ from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets, targets_of
 from slapo_zoo.parallel.token_cut import TokenCut, cutting
 from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
+from slapo_zoo.zoo.table import families
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,11 @@ class Step:
             first - self.asked.first, len(rows), self.own is not None, self.kept is not None
         )
         draws = state.random.at(self.number, first, len(rows))
-        labels = targets_of(runtime.head_name(model), part)
-        means = nullcontext() if self.means is None else self.means.over(model, labels)
+        head = runtime.head_name(model)
+        # of a derived family only: on a GPU the comparison makes the host wait
+        counts = () if runtime.table.model_type in families() else count_targets(head, part)
+        over = (model, targets_of(head, part), counts)
+        means = nullcontext() if self.means is None else self.means.over(*over)
         divided, cut = state.forward.tokens_divided, state.forward.cut
         batch_cut = None if state.body else cut
         given = own_loss.of_loss(part, batch_cut)

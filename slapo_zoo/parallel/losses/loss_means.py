@@ -94,15 +94,21 @@ class GlobalMeans(TorchFunctionMode):
         self.counts, self.group, self.found, self.in_own = counts, group, 0, False
         self.targets = None if targets is None else list(targets.values())
         self.part: list[Tensor] = []
+        self.expected: Sequence[Tensor] = ()
         self.totals: dict[int, tuple[Any, float]] = {}  # number of a call --> its weights, divisor
 
     @contextmanager
-    def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
+    def over(
+        self, model: Any, part: Mapping[str, Tensor], expected: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
         """Context of the forward of one micro-batch, in which mean losses divide by the target
         counts of the whole batch.
 
-        `part` maps names to the labels of the micro-batch. Raises MeshError if the forward computed no mean loss.
+        `part` maps names to the labels of the micro-batch. `expected`, if given, is its number of targets for each term,
+        with which the loss's own number is compared. Raises MeshError for another number, or if the forward computed no
+        mean loss.
         """
+        self.expected = expected
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
         if own is not None:
             model._loss_function = partial(self._run_own, own)
@@ -166,6 +172,8 @@ class GlobalMeans(TorchFunctionMode):
             problem = f"{func.__name__} divides by weights (its argument weight=), not by a number of targets"
             raise _refusal(problem)
         if self.targets is None or not (self.in_own or weight is not None):
+            if self.expected and by_class and self.targets is not None:
+                self._require_counted(k, y, options.get("ignore_index", IGNORED))
             return self.counts[k]
         if by_class:
             return self._by_class(k, y, weight, options["ignore_index"])
@@ -177,6 +185,16 @@ class GlobalMeans(TorchFunctionMode):
             y[:, 0].shape if func is fn.cross_entropy else torch.broadcast_shapes(x.shape, y.shape)
         )
         return self.counts[k] * shape.numel() / self.part[k].numel()
+
+    def _require_counted(self, k: int, y: Tensor, ignored: int) -> None:
+        """Raise MeshError if the targets `y` of loss term `k`, but for those equal to `ignored`, are not as many as the
+        labels that were counted: some models also ignore labels at padding.
+        """
+        found, counted = int((y != ignored).sum()), int(self.expected[k])
+        if found != counted:
+            problem = f"the loss compares {found} targets of a micro-batch whose labels have {counted} other than {IGNORED}"
+            hint = f"set labels to {IGNORED} wherever the loss ignores them (at padding), or pass micro_batches=1 and use dp=1"
+            raise MeshError("train_step", "the model's loss", problem, hint)
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
         """Return the sum of class weights over all targets of loss term `k` in the whole batch.

@@ -1,0 +1,27 @@
+"""Mean losses over micro-batches: their targets are those that were counted."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from slapo_zoo import MeshError
+from slapo_zoo.parallel.losses.loss_means import GlobalMeans
+
+
+@pytest.mark.parametrize("real", [3, 2])
+def test_loss_that_ignores_more_labels_than_were_counted_is_refused(real):
+    """BioGPT's token classification, for example, ignores labels at padding, whatever they are."""
+    labels, logits = torch.tensor([0, 1, 1]), torch.zeros(3, 2)
+    means = GlobalMeans([6.0], {"labels": labels.repeat(2)})
+    targets = labels.where(torch.arange(3) < real, -100)
+    with means.over(SimpleNamespace(), {"labels": labels}, [torch.tensor(3)]):
+        if real < 3:
+            with pytest.raises(
+                MeshError, match="compares 2 targets .* labels have 3 other than -100"
+            ):
+                functional.cross_entropy(logits, targets)
+            means.found = 1
+        else:
+            assert functional.cross_entropy(logits, targets) == pytest.approx(0.6931472 / 2)
