@@ -5,7 +5,7 @@ n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, whole
-from slapo_zoo.zoo.table import Table, register
+from slapo_zoo.zoo.table import Table, image_tokens, register
 
 
 def tower(name: str) -> tuple:
@@ -54,7 +54,7 @@ CLIP = register(
         heads=(),
         blocks=("vision_model.encoder.layers.*", "text_model.encoder.layers.*"),
         order=("vision_model", "visual_projection", "text_model", "text_projection"),
-        num_tokens=lambda config: (config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1,
+        num_tokens=lambda config, *sides: image_tokens(config.vision_config, *sides),
         undivided=("CLIPModel",),  # each image is compared with all texts of the batch
     )
 )  # fmt: skip

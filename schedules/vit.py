@@ -4,7 +4,7 @@ In shapes: D hidden, F ffn, C channels, P patch size, N patches.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, whole
-from slapo_zoo.zoo.table import Table, register
+from slapo_zoo.zoo.table import Table, image_tokens, register
 
 VIT = register(
     Table(
@@ -31,7 +31,7 @@ VIT = register(
         ),
         heads=(),
         blocks=("layers.*",),
-        num_tokens=lambda config: (config.image_size // config.patch_size) ** 2 + 1,
+        num_tokens=image_tokens,
         renames=(
             # in files                      in the model
             ("encoder.layer.",              "layers."),

@@ -6,7 +6,7 @@ A rule is a tuple of directives (changes of a module), in which `Dim("head_dim")
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -40,7 +40,8 @@ class Table:
         calls: config attribute with the number of times that a block with shared weights runs (ALBERT).
         seam: True if the family's attention goes through transformers' AttentionInterface.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
-        num_tokens: function that gets the config and returns the tokens of a non-text input (image patches).
+        num_tokens: function that gets the config, and for images their (height, width), and returns the tokens of a
+            non-text input.
         renames: (part of a key in files, part of a name in the model) where the two differ.
         pieces: rules for tensors that the family's files hold in several parts (experts).
         whole_batch: options (of config or forward) with which the loss is no mean over rows, so that a batch cannot
@@ -70,7 +71,7 @@ class Table:
     calls: str = ""
     seam: bool = True
     all_tokens: tuple[str, ...] = ()
-    num_tokens: Callable[[Any], int] | None = None
+    num_tokens: Callable[..., int] | None = None
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
     whole_batch: tuple[str, ...] = ()
@@ -218,6 +219,17 @@ def load_tables() -> None:
     package = importlib.import_module("slapo_zoo.zoo.schedules")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"slapo_zoo.zoo.schedules.{found.name}")
+
+
+def image_tokens(config: Any, sides: Sequence[int] = ()) -> int:
+    """Return the number of tokens of an image in a vision transformer: its patches, and one of the class. `sides` are
+    its height and width, by default those of the config.
+    """
+    size, patch = (
+        (n, n) if isinstance(n, int) else n for n in (config.image_size, config.patch_size)
+    )
+    height, width = sides or size
+    return (height // patch[0]) * (width // patch[1]) + 1
 
 
 def families() -> list[str]:

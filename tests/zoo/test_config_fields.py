@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+import transformers
 
 from parity import Case, batch_of, cast, changes_of, checkpoint, plain
 from slapo_zoo import ArchitectureError, AutoScheduledModel
+from slapo_zoo.zoo.table import image_tokens
 
 TOKENS = ("tokens",)
 LAYOUTS = {
     "1": {}, "tp2": {"tp": 2}, "sp": {"tp": 2, "sequence_parallel": True}, "dp_shard": {"dp": 2, "dp_shard": 2},
-    "cp2": {"cp": 2}, "parts": {"micro_batches": 2},
+    "cp2": {"cp": 2}, "unpadded": {"kernels": ["unpadded_encoder"]},
 }  # fmt: skip
 
 
@@ -42,15 +44,45 @@ def assert_same(found, want):
         torch.testing.assert_close(grads[0][name], grad, rtol=0, atol=1e-6 * largest, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [(Case("GPT2LMHeadModel", TOKENS, (("activation_function", "prelu"),)), "sp")],
-    ids=lambda x: getattr(x, "cls", x),
-)
-def test_trained_activations_have_the_gradients_of_plain_transformers(case, layout, root, threads):
+FIELDS = {
+    "trained activation": (Case("GPT2LMHeadModel", TOKENS, (("activation_function", "prelu"),)), "sp"),
+    "chunks": (Case("BertForMaskedLM", TOKENS, (("chunk_size_feed_forward", 4),)), "unpadded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "layout"), FIELDS.values(), ids=FIELDS)
+def test_config_fields_of_modules_have_the_gradients_of_plain_transformers(
+    case, layout, root, threads
+):
     folder = checkpoint(case, root)
-    truth = plain(case, folder, torch.float64, "sdpa")
-    assert_same(threads.run(step, 2, folder, case, layout)[0], (truth.losses[0], truth.grads))
+    truth, ranks = plain(case, folder, torch.float64, "sdpa"), LAYOUTS[layout].get("tp", 1)
+    found = threads.run(step, ranks, folder, case, layout)[0]
+    assert_same(found, (truth.losses[0], truth.grads))
+
+
+def step_of_images(folder, layout):
+    options = {"dtype": "float64", "auto_class": "ViTForImageClassification", **LAYOUTS[layout]}
+    model = AutoScheduledModel.from_pretrained(folder, **options).train()
+    pixels = torch.linspace(-1, 1, 4 * 3 * 12 * 16, dtype=torch.float64).sin().view(4, 3, 12, 16)
+    batch = {"pixel_values": pixels, "labels": torch.arange(4) % 3}
+    loss = model.train_step({**batch, "interpolate_pos_encoding": True})
+    return float(loss), model.consolidated_state_dict(grads=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*not a multiple of tp")
+def test_images_of_another_size_than_the_config_train_with_sequence_parallelism(root, threads):
+    """The config's images have 10 tokens, which two ranks divide; those of the batch have 13."""
+    case = Case("ViTForImageClassification", ("class",), (("num_labels", 3),))
+    folder = checkpoint(case, root)
+    assert_same(threads.run(step_of_images, 2, folder, "sp")[0], step_of_images(folder, "1"))
+
+
+@pytest.mark.parametrize("sizes", [{"image_size": (12, 20), "patch_size": 4}, {"image_size": 20, "patch_size": (5, 4)}])  # fmt: skip
+def test_tokens_of_images_that_are_not_square_are_counted_by_both_sides(sizes):
+    config = transformers.ViTConfig(
+        **sizes, hidden_size=4, num_attention_heads=1, num_hidden_layers=1, intermediate_size=4
+    )
+    assert image_tokens(config) == transformers.ViTModel(config).embeddings.position_embeddings.shape[1]  # fmt: skip
 
 
 LAYERDROP = {

@@ -111,7 +111,8 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     if nodes_of(batch.get("encoder_outputs")):  # of an encoder call, which had all tokens
         return False
     count = runtime.table.num_tokens
-    lengths = [count(model.config)] if count else []
+    sides = [x.shape[-2:] for name, x in batch.items() if name == "pixel_values"]
+    lengths = [count(model.config, *sides)] if count else []
     names = {
         "input_ids": -1,
         "inputs_embeds": -2,

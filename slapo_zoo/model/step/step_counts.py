@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 MASKS = ("attention_mask", "decoder_attention_mask")
 WORTH_UNPADDING = 0.9  # share of real tokens up to which moving them is cheaper
-SHOWS = ("output_hidden_states", "output_attentions", "is_decoder")
+SHOWS = ("output_hidden_states", "output_attentions", "is_decoder", "chunk_size_feed_forward")
 GIVEN = ("past_key_values", "encoder_hidden_states")
 BY_TOKEN = (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.ModuleDict, nn.Sequential, nn.Tanh, nn.ReLU, nn.GELU)  # fmt: skip
 
