@@ -206,20 +206,21 @@ def draw(case, folder, layout, out, init):
     model.save_adapter(out)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("init", [True, False, "gaussian"], ids=str)
+@pytest.mark.parametrize("other", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 def test_lora_matrices_are_initialized_with_equal_values_on_every_layout(
-    ranks, root, tmp_path, init
+    ranks, root, tmp_path, other, init
 ):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
-    for i, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 2)]):
+    for i, layout in enumerate([(1, 1, 1), other]):
         ranks.run(
             draw, layout[0] * layout[1] * layout[2], case, folder, layout, tmp_path / str(i), init
         )
-    files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in range(3)]
-    for other in files[1:]:
-        assert other.keys() == files[0].keys()
-        assert all(torch.equal(other[key], value) for key, value in files[0].items())
+    files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in range(2)]
+    assert files[1].keys() == files[0].keys()
+    assert all(torch.equal(files[1][key], value) for key, value in files[0].items())
     zeros = {key for key, value in files[0].items() if not value.any()}
     assert zeros == ({key for key in files[0] if "lora_B" in key} if init is not False else set())
 

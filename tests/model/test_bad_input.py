@@ -132,50 +132,48 @@ def test_from_pretrained_with_a_missing_folder_is_refused(monkeypatch, tmp_path)
 # --- train_step ---------------------------------------------------------------------------------
 
 
-def bad_step(folder, batch, options, micro_batches):
-    """Return the error of a bad step, True if it left gradients, and the loss of a good step after it."""
+# batch, micro_batches, and of the error: the argument, the problem, the hint
+BAD_STEPS = [
+    ("good", 3, "micro_batches", "4 rows cannot be divided into 3 equal micro-batches", "[1, 2, 4]"),
+    ("good", 8, "micro_batches", "4 rows cannot be divided into 8", "[1, 2, 4]"),
+    ("good", -1, "micro_batches", "4 rows cannot be divided into -1", "[1, 2, 4]"),
+    ("good", 1.5, "micro_batches", "4 rows cannot be divided into 1.5", "[1, 2, 4]"),
+    ("no labels", None, "batch", "no loss", "labels"),
+    ("empty", None, "batch", "no tensor", "input_ids"),
+]  # fmt: skip
+
+
+def bad_steps(folder, options):
+    """Return of each bad step its error, the gradients that it left, and the loss of a good step after it."""
     model = AutoScheduledModel.from_pretrained(folder, **options).train()
-    good = batch_of(GPT2)
-    try:
-        model.train_step(batch, micro_batches=micro_batches)
-    except SlapoError as error:
-        parts = type(error), error.where, str(error.what), error.problem, error.hint
+    good, found = batch_of(GPT2), []
+    without = {k: v for k, v in good.items() if k != "labels"}
+    for batch, micro_batches, *_ in BAD_STEPS:
+        given = {"good": good, "no labels": without, "empty": {}}[batch]
+        with pytest.raises(SlapoError) as caught:
+            model.train_step(given, micro_batches=micro_batches)
+        error = caught.value
         left = [n for n, p in model.named_parameters() if p.grad is not None]
-        return parts, left, float(model.train_step(good))
-    return None
+        parts = error.where, str(error.what), error.problem, error.hint
+        found.append((*parts, left, float(model.train_step(good))))
+        model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize(
-    ("batch", "micro_batches", "what", "problem", "hint"),
-    [
-        ("good", 3, "micro_batches", "4 rows cannot be divided into 3 equal micro-batches", "[1, 2, 4]"),
-        ("good", 8, "micro_batches", "4 rows cannot be divided into 8", "[1, 2, 4]"),
-        ("good", -1, "micro_batches", "4 rows cannot be divided into -1", "[1, 2, 4]"),
-        ("good", 1.5, "micro_batches", "4 rows cannot be divided into 1.5", "[1, 2, 4]"),
-        ("no labels", None, "batch", "no loss", "labels"),
-        ("empty", None, "batch", "no tensor", "input_ids"),
-    ],
-)  # fmt: skip
-def test_invalid_train_step_arguments_are_refused_on_every_rank(
-    batch, micro_batches, what, problem, hint, tp, pp, sources, ranks
-):
+def test_invalid_train_step_arguments_are_refused_on_every_rank(tp, pp, sources, ranks):
     """Every rank raises before any work: no gradient is left and the next step succeeds."""
-    good = batch_of(GPT2)
-    without = {k: v for k, v in good.items() if k != "labels"}
-    given = {"good": good, "no labels": without, "empty": {}}[batch]
-    arguments = (sources["gpt2"], given, {"tp": tp, "pp": pp}, micro_batches)
-    results = ranks.run(bad_step, tp * pp, *arguments)
+    results = ranks.run(bad_steps, tp * pp, sources["gpt2"], {"tp": tp, "pp": pp})
     model = transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"])
-    want = float(model(**good).loss.detach())
-    for result in results:
-        assert result is not None
-        (_, where, found, text, advice), left, loss = result
-        assert (where, found) == ("train_step", what)
-        assert problem in text
-        assert hint in advice
-        assert left == []
-        assert loss == pytest.approx(want, rel=1e-4)
+    want = float(model(**batch_of(GPT2)).loss.detach())
+    for found in results:
+        for case, step in zip(BAD_STEPS, found, strict=True):
+            where, what, text, advice, left, loss = step
+            assert (where, what) == ("train_step", case[2])
+            assert case[3] in text
+            assert case[4] in advice
+            assert left == []
+            assert loss == pytest.approx(want, rel=1e-4)
 
 
 def without_a_head(tp, pp):

@@ -126,9 +126,9 @@ def test_training_with_dp_shard_resumed_on_another_layout_equals_an_uninterrupte
     wrote, with_, reads, then, root, ranks, tmp_path
 ):
     folder, worlds = checkpoint(GPT2, root), [a * b * c for a, b, c in (wrote, reads)]
-    (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 4)
-    first = ranks.run(steps, worlds[0], folder, wrote, with_, 0, 2, tmp_path / "saved")
-    second = ranks.run(steps, worlds[1], folder, reads, then, 2, 2, None, tmp_path / "saved")
+    (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
+    first = ranks.run(steps, worlds[0], folder, wrote, with_, 0, 1, tmp_path / "saved")
+    second = ranks.run(steps, worlds[1], folder, reads, then, 1, 1, None, tmp_path / "saved")
     found = first[0][0] + second[0][0]
     for mine, one in zip(found, whole[0], strict=True):
         assert mine == pytest.approx(one, rel=1e-4)
@@ -143,6 +143,7 @@ def read_parts(folder, tp, map_weights):
     return model.ledger.bytes_read, model.ledger.shard_bytes, held, model.consolidated_state_dict()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("map_weights", [True, False])
 @pytest.mark.parametrize(("cls", "tp"), [("GPT2LMHeadModel", 2), ("MixtralForCausalLM", 1)])
 def test_load_with_dp_shard_reads_only_the_file_bytes_of_the_shard_of_the_rank(
@@ -198,14 +199,14 @@ def saved_by_rows(folder, layout, saved, size):
 @pytest.mark.parametrize(
     ("cls", "sizes", "layout", "size"),
     [("GPT2LMHeadModel", {"n_embd": 240}, (2, 1, 2), 2),
-     ("MixtralForCausalLM", {"intermediate_size": 1024}, (1, 1, 4), 2)],
+     ("MixtralForCausalLM", {"intermediate_size": 1024}, (1, 1, 2), 2)],
 )  # fmt: skip
 def test_save_with_dp_shard_runs_no_gather_and_writes_the_files_of_one_rank(
     cls, sizes, layout, size, root, ranks, tmp_path
 ):
     case = Case(cls, ("tokens",), tuple(sizes.items()))
     folder = checkpoint(case, root)
-    found = ranks.run(saved_by_rows, 4, folder, layout, tmp_path / "rows", size)
+    found = ranks.run(saved_by_rows, layout[0] * layout[2], folder, layout, tmp_path / "rows", size)
     ranks.run(saved_by_rows, 1, folder, (1, 1, 1), tmp_path / "one", 1)
     for gathers, peak, sent, same in found:
         assert gathers == 0

@@ -23,7 +23,7 @@ LAYOUTS = [
 
 def kept(**layout):
     """Bytes of live tensors that stay after each of three uses of a model, gradients apart."""
-    case = case_of("BertForMaskedLM", num_hidden_layers=4)
+    case = case_of("BertForMaskedLM", num_hidden_layers=4 if "pp" in layout else 2)
     config = tiny_config(case)[0]
     layout = {"dp": 1, "seed": 3, "kernels": "reference", **layout}
     model = AutoScheduledModel.from_config(config, auto_class=case.cls, **layout).train()
@@ -42,7 +42,9 @@ def kept(**layout):
     return found
 
 
-@pytest.mark.parametrize(("layout", "mesh"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mesh"), [*LAYOUTS[:5], pytest.param(*LAYOUTS[5], marks=pytest.mark.slow)]
+)
 def test_autograd_graph_of_a_forward_without_full_backward_is_freed(layout, mesh):
     for _, second, third in emulate(kept, mesh=mesh, **layout):
         assert third <= second

@@ -50,7 +50,7 @@ def _given(model):
     return dict(model.stream_weights())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize(("family", "layout"), CELLS)
 def test_streamed_weights_equal_saved_files(family, layout, tmp_path, threads):
     case, options, out = CASES[family], LAYOUTS[layout], tmp_path / "out"
@@ -97,7 +97,7 @@ def alive():
 
 def most_held(folder, bucket):
     """Return the most bytes of tensors that a stream holds at once on each rank, beyond those before."""
-    model = AutoScheduledModel.from_pretrained(folder, tp=2, pp=2, map_weights=False)
+    model = AutoScheduledModel.from_pretrained(folder, tp=2, map_weights=False)
     own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()} | alive().keys()
     most = 0
     for _ in model.stream_weights(bucket=bucket):
@@ -109,4 +109,4 @@ def test_stream_weights_holds_at_most_one_bucket_in_memory(tmp_path, ranks):
     """The largest tensor takes 39600 bytes, the model 166 kB."""
     case = Case("GPT2LMHeadModel", ("tokens",), (("vocab_size", 330),))
     folder = checkpoint(case, tmp_path)
-    assert 20_000 < ranks.run(most_held, 4, folder, 48_000)[0] <= 56_000
+    assert 20_000 < ranks.run(most_held, 2, folder, 48_000)[0] <= 56_000
