@@ -38,7 +38,9 @@ def fed(kind, interval, tp, pp, dp):
     return "ok"
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "layout", [(2, 1, 1), (1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)]
+)
 def test_different_batches_on_ranks_of_a_tp_group_raise_on_every_rank(layout):
     for said in emulate(fed, "by rank", None, *layout, mesh=layout):
         assert "were fed another batch than rank" in said
@@ -65,7 +67,10 @@ def test_forward_without_backward_compares_the_batches_of_ranks_that_share_a_cop
     assert set(emulate(evaluated, "same", training, layout, mesh=(2, 1, 1))) == {"ok"}
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 1, 1), (1, 2, 1)))],
+)
 def test_equal_batches_on_ranks_of_a_tp_group_raise_nothing(layout):
     assert set(emulate(fed, "by dp", None, *layout, mesh=layout)) == {"ok"}
 

@@ -177,7 +177,7 @@ def of_tied(model):
 TERMS = {"l2": l2, "ewc": ewc}
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(11, 2)
 @pytest.mark.parametrize(("family", "layout", "by_hand"), [c for c in CELLS if c[1] != "pp2"])
 @pytest.mark.parametrize("name", TERMS)
 def test_weight_penalty_in_the_loss_is_counted_once_however_many_ranks_share_the_weight(

@@ -1,5 +1,7 @@
 """User's `loss_function`: exact over micro-batches, pp and dp, or an error."""
 
+from functools import cache
+
 import pytest
 import torch
 import transformers
@@ -81,6 +83,7 @@ def stepped(names, dp=1, pp=1, labels=LABELS, **options):
     return found
 
 
+@cache
 def in_one_piece(function, labels=LABELS):
     model = AutoScheduledModel.from_config(CONFIG, seed=0).train()
     model.loss_function = own(function)

@@ -64,8 +64,9 @@ def stepped(folder, tp, name):
     return model.consolidated_state_dict(), sizes
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
+@pytest.mark.parametrize("name", MAKE)
 def test_optimizers_of_whole_matrices_on_sharded_weights_give_the_weights_of_one_process(
     case, name, tmp_path, threads
 ):
@@ -100,7 +101,9 @@ def trained(folder, layout):
     return model.consolidated_state_dict()
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=["tp2", "tp2-pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 2, 1)], ids=["tp2", "tp2-pp2"]
+)
 def test_muon_on_sharded_weights_trains_to_the_weights_of_one_process(layout, tmp_path, threads):
     folder = checkpoint(CASES[0], tmp_path)
     want = threads.run(trained, 1, folder, (1, 1, 1))[0]

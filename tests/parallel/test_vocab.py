@@ -112,6 +112,7 @@ def same(name, found, want):
         assert found == want, name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [5, 11])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_tensor_operations_on_sharded_logits_give_the_results_of_full_logits(n, size, ranks):
@@ -186,6 +187,7 @@ def compare_losses(full, targets, n, r, found):
             assert padding.eq(0).all(), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_vocab_parallel_loss_and_gradient_equal_torch_cross_entropy(n, scale, ranks):
