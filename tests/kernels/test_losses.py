@@ -65,6 +65,19 @@ def test_loss_kernel_with_labels_beyond_the_vocabulary_raises():
         linear_cross_entropy(torch.zeros(2, 4), torch.zeros(5, 4), torch.tensor([1, 5]))
 
 
+def test_loss_of_bfloat16_hidden_states_is_float32_on_a_gpu_too():
+    """In bfloat16 a sum over 2,000 targets is wrong by 2 %."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from slapo_zoo.dispatch.choose_kernel import force
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    with FakeTensorMode(), force("torch"):
+        x, weight = (torch.empty(n, H, dtype=torch.bfloat16, device="cuda") for n in (N, V))
+        loss = linear_cross_entropy(x, weight, torch.empty(N, dtype=torch.int64, device="cuda"))
+    assert (loss.dtype, loss.device.type) == (torch.float32, "cuda")
+
+
 def test_linear_cross_entropy_with_ignored_labels_and_tied_weight_equals_torch():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
