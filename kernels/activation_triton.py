@@ -18,7 +18,7 @@ STRIPS = 64  # row strips of the backward; each has a partial sum of the bias gr
 def _act(h, KIND: tl.constexpr):
     """Return the activation of h and its derivative; KIND chooses gelu, tanh gelu, relu or silu."""
     if KIND == "relu":
-        y = tl.maximum(h, 0.0)
+        y = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
         d = tl.where(h > 0, 1.0, 0.0)
     elif KIND == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))

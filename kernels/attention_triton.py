@@ -319,7 +319,8 @@ def backward(
     """
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    make = torch.empty_like if S else torch.zeros_like  # without queries no kernel runs
+    dq, dk, dv = torch.empty_like(q), make(k), make(v)
     delta = torch.empty_like(log_sum)
     args, options = _options(q, k, given)
     by_query, by_key, table = options["query"], options["key"], given.table

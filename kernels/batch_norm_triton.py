@@ -54,7 +54,7 @@ def _apply_kernel(
     v = (v - mean[None, :]) * scale[None, :] + shift[None, :]
     if ADD:
         v += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
-    tl.store(y + at, tl.maximum(v, 0.0), mask=ok)
+    tl.store(y + at, tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=ok)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ def _statistics_kernel(out, logits, target, N, C, stride, BLOCK: tl.constexpr):
     last = whole + tl.arange(0, LANES)
     rest = tl.load(start + last, mask=last < C, other=float("-inf")).to(tl.float32)
     top = tl.maximum(tl.max(highest, 0), tl.max(rest, 0))
+    top = tl.where(top == float("-inf"), 0.0, top)  # all of this shard is hidden
     total = tl.sum(sums * tl.exp(highest - top), 0) + tl.sum(tl.exp(rest - top), 0)
     at = tl.load(target + row)
     picked = tl.load(start + tl.maximum(at, 0)).to(tl.float32)

@@ -5,7 +5,7 @@ import torch
 
 from kernel_checks import CONSTANT, outputs_and_gradients
 from slapo_zoo.dispatch.kernel_registry import KERNELS
-from slapo_zoo.kernels.cross_entropy import gradient, statistics
+from slapo_zoo.kernels.cross_entropy import gradient, join, statistics
 from slapo_zoo.kernels.dropout_mask import mask_like
 
 P = 0.25
@@ -78,6 +78,30 @@ def test_loss_kernels_equal_their_reference_at_every_vocabulary_size(interpreter
     interpreter.run(check_all_columns)
 
 
+def check_hidden_shard():
+    """Check that a shard of the vocabulary whose logits are all -inf adds nothing to the others' log-sum-exp."""
+    hidden, seen, target = torch.full((2, 21), -torch.inf), torch.randn(2, 21), torch.tensor([3, 5])
+    parts = [statistics(hidden, target.new_full((2,), -1)), statistics(seen, target)]
+    torch.testing.assert_close(join(torch.stack(parts))[0], seen.logsumexp(1))
+
+
+def check_nan_of_relu():
+    """Check that relu keeps NaN, as torch's does: an overflow must not become a finite loss."""
+    from slapo_zoo.kernels.batch_norm_relu_add import batch_norm_relu_add
+    from slapo_zoo.kernels.bias_relu import bias_relu
+
+    x, one = torch.tensor([[torch.nan, -1.0, 2.0]]), torch.ones(3)
+    normed = batch_norm_relu_add(x[..., None, None], one, one * 0, None, one * 0, one, False)
+    for y in (bias_relu(x), normed.flatten(1)):
+        torch.testing.assert_close(y, x.clamp(min=0), equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check", [check_hidden_shard, check_nan_of_relu])
+def test_kernel_equals_torch_on_infinite_logits_and_nan(interpreter, check):
+    check()
+    interpreter.run(check)
+
+
 def attention_inputs(S, T, D, **more):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, D) / D**0.25 for n in (S, T, T))
@@ -122,6 +146,19 @@ def check_nothing_seen():
     torch.testing.assert_close(out[1], (q[1] @ k[1].mT).softmax(-1) @ v[1])
 
 
+def check_no_queries():
+    """Check that keys and values that no query reads have a gradient of zeros, not of unset memory."""
+    from slapo_zoo.kernels.blocked_attention import attention
+
+    q, k, v = (torch.ones(1, 2, n, 8, requires_grad=True) for n in (0, 3, 3))
+    torch.use_deterministic_algorithms(True)  # fills unset memory with NaN
+    try:
+        attention(q, k, v).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(bool(t.grad.any()) for t in (k, v))
+
+
 def check_pairs():
     """Check that a [query, key] mask equals a key mask where all queries see the same keys."""
     from slapo_zoo.kernels.blocked_attention import attention
@@ -143,7 +180,7 @@ def check_pairs():
     torch.testing.assert_close(found[2][0], want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("check", [check_nothing_seen, check_pairs])
+@pytest.mark.parametrize("check", [check_nothing_seen, check_no_queries, check_pairs])
 def test_attention_kernel_output_does_not_depend_on_masked_keys(interpreter, check):
     check()
     interpreter.run(check)
