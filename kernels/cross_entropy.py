@@ -117,7 +117,8 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
 
-        return cross_entropy_triton.gradient_(logits, target, log_sum, d_statistics)
+        with torch.cuda.device_of(logits):  # of an operator, or of an autograd function
+            return cross_entropy_triton.gradient_(logits, target, log_sum, d_statistics)
     return _gradient_into(logits, logits, target, log_sum, d_statistics)
 
 

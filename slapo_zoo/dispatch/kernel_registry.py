@@ -249,6 +249,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node in compiled graphs.
 
+    While it runs, the GPU of its first tensor is the current device, on which Triton launches kernels.
+
     Args:
         name: name of the operator.
         fake: function of the operator's arguments that returns empty outputs of the right shapes and dtypes.
@@ -257,7 +259,12 @@ def operator(
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        op = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=())
+        @wraps(function)
+        def on_device_of_first(first: Tensor, *rest: Any) -> Any:
+            with torch.cuda.device_of(first):
+                return function(first, *rest)
+
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", on_device_of_first, mutates_args=())
         op.register_fake(fake)
         if backward is not None:
             op.register_autograd(once(backward), setup_context=setup)

@@ -22,7 +22,7 @@ class DeviceCopy:
     """
 
     def __init__(self, device: torch.device, size: int = BUFFER):
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in "12"]
         self._sent: list[Any] = [None, None]
         self._turn = 0
@@ -42,9 +42,9 @@ class DeviceCopy:
                 buffer.narrow(axis, filled, source.shape[axis]).copy_(source)
                 filled += source.shape[axis]
             piece.copy_(buffer, non_blocking=self._cuda)
-            if self._cuda:
-                self._sent[self._turn] = torch.cuda.Event()
-                self._sent[self._turn].record()
+            if self._cuda:  # the current device may be another one
+                stream = torch.cuda.current_stream(self._device)
+                self._sent[self._turn] = stream.record_event()
 
     def finish(self) -> None:
         """Wait for all copies; afterwards the buffers may be freed."""

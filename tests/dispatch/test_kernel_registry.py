@@ -99,3 +99,29 @@ def test_kernel_benchmark_keeps_stored_results_that_were_measured_in_training_st
         "geglu:float32:2": "torch",
     }
     assert found["ratios"]["unpadded_encoder:float32:1024"] == 1.8
+
+
+def test_operator_runs_while_the_device_of_its_first_tensor_is_current(monkeypatch):
+    """Triton launches on the current device, which may be another than that of the tensors."""
+    current, seen = [None], []
+
+    class Guard:
+        def __init__(self, x):
+            self.x = x
+
+        def __enter__(self):
+            current.append(self.x)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    @kernel.operator("first_device", lambda x, n: x.new_empty(x.shape))
+    def add(x: torch.Tensor, n: int) -> torch.Tensor:
+        seen.append(current[-1])
+        return x + n
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    x = torch.ones(3)
+    assert torch.equal(add(x, 2), x + 2)
+    assert [one.data_ptr() for one in seen] == [x.data_ptr()]
+    assert current == [None]

@@ -51,6 +51,29 @@ def test_copy_to_the_device_casts_tensors_to_the_parameter_dtype():
     assert torch.equal(target, source.bfloat16())
 
 
+def test_buffers_wait_for_the_stream_of_the_target_device_not_of_the_current_one(monkeypatch):
+    """On another GPU's stream the wait ended before the copy did, and the next tensor overwrote the buffer."""
+    events = []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.device = device
+
+        def record_event(self):
+            events.append(self.device)
+            return self
+
+        def synchronize(self):
+            events.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    copy = DeviceCopy(torch.device("cpu"), size=32)
+    copy._device, copy._cuda = torch.device("cuda", 1), True
+    copy.fill(torch.empty(6, dtype=torch.int64), 0, [torch.arange(6)])
+    copy.finish()
+    assert events == [torch.device("cuda", 1)] * 2 + ["waited"] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
 def test_weights_loaded_onto_a_gpu_equal_the_file(tmp_path, mesh):
