@@ -187,12 +187,18 @@ class Restored:
                     hint = "make the optimizer with the parameter groups that it had when saving"
                     raise WeightsError(LOAD, name, problem, hint)
                 if name in record["state"]:
-                    self._state[p] = self._prepare(name, p, specs[name])
+                    on_device = group.get("fused") or group.get("capturable")
+                    self._state[p] = self._prepare(name, p, specs[name], bool(on_device))
 
-    def _prepare(self, name: str, p: Tensor, spec: TensorSpec) -> dict[str, Any]:
+    def _prepare(self, name: str, p: Tensor, spec: TensorSpec, on_device: bool) -> dict[str, Any]:
+        """Return the state of parameter `p`, with empty tensors to fill; with `on_device` numbers (the step) are on its
+        device, where torch's fused and capturable optimizers read them.
+        """
         state = {}
         for key, kept in self.record["state"][name].items():
             state[key] = decode(kept)
+            if on_device and isinstance(state[key], Tensor):
+                state[key] = state[key].to(p.device)
             if _is_tensor(kept):
                 state[key] = torch.empty_like(p, dtype=getattr(torch, kept["$like"])).detach()
                 rows = rows_of(p)

@@ -273,6 +273,25 @@ def test_resume_with_an_optimizer_unlike_the_saved_one_is_refused_and_changes_no
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_restored_step_of_a_fused_or_capturable_optimizer_is_on_the_device_of_its_parameter():
+    """Their kernels read it there; that of other optimizers stays on the CPU, where torch keeps it."""
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.parallel.placement import TensorSpec
+    from slapo_zoo.weights.optimizer import Restored, collect
+
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    record, _ = collect(optimizer, {id(p): "w"})
+    for options, device in (({"capturable": True}, "meta"), ({}, "cpu")):
+        there = torch.nn.Parameter(torch.ones(2, device="meta"))
+        target = torch.optim.AdamW([there], **options)
+        spec = TensorSpec("w", (2,), "float32")
+        Restored(target, record, {id(there): "w"}, {"w": spec}, Mesh()).apply()
+        assert target.state[there]["step"].device.type == device
+
+
 def test_checkpoint_saved_without_an_optimizer_loads(source, tmp_path):
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     model, optimizer, scheduler = start(folder, (1, 1, 1), PLAIN)
