@@ -128,6 +128,28 @@ def test_collective_with_a_cpu_tensor_in_a_process_group_without_cpu_backend_rai
         device_ranks.run(_cpu_tensor_in_a_collective, 2)
 
 
+def _scale_after_an_overflow_on_rank_1():
+    import torch.distributed as dist
+
+    from other_device import DEVICE, DeviceOnly, install
+    from slapo_zoo.model.step.mixed_precision import MixedPrecision
+    from slapo_zoo.parallel.mesh import Mesh
+
+    install()
+    with DeviceOnly():
+        p = torch.nn.Parameter(torch.ones(2).to(DEVICE))
+        p.grad = p.detach() * torch.inf if dist.get_rank() else None
+        precision = MixedPrecision(torch.float16, scales=True)
+        precision.unscale([p], Mesh(dp=2, rank=dist.get_rank()))
+        return precision.scale
+
+
+def test_rank_without_gradients_learns_of_an_overflow_in_a_process_group_without_cpu_backend(
+    device_ranks,
+):
+    assert device_ranks.run(_scale_after_an_overflow_on_rank_1, 2) == [2.0**11] * 2
+
+
 def _waits(family, layout, options):
     from other_device import DEVICE, DeviceOnly, install
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.hf.models import stays_wide
+from slapo_zoo.parallel.compat import group_device
 from slapo_zoo.parallel.live_bytes import counted_as
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
@@ -128,7 +129,10 @@ class MixedPrecision:
 
 def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
     bad = [~torch.isfinite(grad).all() for grad in grads]
-    found = torch.stack(bad).any().float() if bad else torch.zeros(())
+    if bad:
+        found = torch.stack(bad).any().float()
+    else:  # nccl sends nothing from the CPU
+        found = torch.zeros((), device=group_device() if mesh.world_size > 1 else "cpu")
     for mesh_dim in mesh.sizes:
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.group(mesh_dim))
