@@ -130,3 +130,53 @@ def test_dropout_seed_cache_holds_fewer_than_20_entries_after_99_batch_sizes():
     for rows in range(1, 100):
         held.find(torch.device("cpu"), 0, (1, 0, rows), 5, rows, ())
     assert len(held.plans) < 20
+
+
+def test_seeds_drawn_in_inference_mode_serve_a_later_training_step():
+    at, x = stream(), torch.ones(2, 3, requires_grad=True)
+    with torch.inference_mode():
+        at.seeds(x, SITE)
+    found = [at.seeds(x, SITE)]
+    at.step += 1
+    found.append(at.seeds(x, SITE))
+    assert not any(seeds.is_inference() for seeds in found)
+    assert not torch.equal(*found)
+
+
+def test_layout_independent_draws_on_a_cpu_touch_no_gpu_of_the_machine(monkeypatch):
+    """torch's fork_rng and manual_seed would initialise CUDA, which a forked rank cannot, and seed every GPU."""
+    from slapo_zoo import build, create_schedule
+    from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
+
+    def touch(*_args):
+        raise AssertionError("a GPU was touched")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, touch)
+    sch = create_schedule(torch.nn.Sequential(torch.nn.RReLU()))
+    sch["0"].fork_rng()
+    assert build(sch).train()(-torch.ones(2, 4)).unique().numel() == 8
+    before, found = torch.get_rng_state(), []
+    for _ in range(2):
+        with drawn_from(3):
+            found.append(torch.rand(2))
+    assert torch.equal(*found)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fork_of_a_state_made_before_cuda_was_used_draws_on_the_gpu_from_its_own_seed(monkeypatch):
+    from slapo_zoo.parallel.rng.seeds import RngTracker
+
+    tracker, gpu = RngTracker(), torch.Generator()  # in place of the GPU's
+    tracker.add("tp", 5)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _=0: gpu.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _=0: gpu.set_state(state))
+    before, expected = gpu.get_state(), torch.Generator().manual_seed(5)
+    for _ in range(2):
+        with tracker.fork("tp"):
+            assert torch.equal(torch.rand(2, generator=gpu), torch.rand(2, generator=expected))
+        assert torch.equal(gpu.get_state(), before)

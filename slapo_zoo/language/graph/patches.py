@@ -11,6 +11,7 @@ from torch import nn
 from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.language.graph.tracer import ValueTracer, recorded
 from slapo_zoo.parallel.ranks.emulation import BUILDING
+from slapo_zoo.parallel.rng.seeds import gpu_of
 
 # Functions that create a tensor, or read a dtype, without a tensor among their arguments.
 FACTORIES = ("ones", "zeros", "full", "arange", "empty", "tensor", "linspace", "eye")
@@ -90,7 +91,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     flags = [(m, m.training) for m in module.modules()]
     attributes = set(module.__dict__)
-    with torch.random.fork_rng(_cuda_devices(module)):
+    with torch.random.fork_rng(gpu_of(module)):
         try:
             yield
         finally:
@@ -102,11 +103,6 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 for buffer, before in buffers:
                     if not torch.equal(buffer, before):
                         buffer.copy_(before)
-
-
-def _cuda_devices(module: nn.Module) -> list[int]:
-    devices = {t.device for t in module.parameters() if t.is_cuda}
-    return sorted({d.index for d in devices if d.index is not None})
 
 
 def set_mode(module: nn.Module, training: bool) -> None:

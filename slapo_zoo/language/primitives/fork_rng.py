@@ -16,6 +16,7 @@ from slapo_zoo.language.directive import Directive, Site, join, primitive
 from slapo_zoo.parallel.compat import ranks_are_threads
 from slapo_zoo.parallel.placement import Placement, Run
 from slapo_zoo.parallel.rng import layout_independent_random as rng
+from slapo_zoo.parallel.rng.seeds import gpu_of, seeded
 
 DRAWS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
@@ -124,8 +125,7 @@ class ForkRng(Directive):
                 own.state = seed
                 with own:
                     return forward(*args, **kwargs)
-            with torch.random.fork_rng(), own:
-                torch.manual_seed(seed)
+            with seeded(seed, gpu_of(site.state.model)), own:
                 return forward(*args, **kwargs)
 
         return forked

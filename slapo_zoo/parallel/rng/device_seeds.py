@@ -199,13 +199,14 @@ class DeviceSeeds:
             self.plans.clear()
         plan = self.plans.setdefault((device, num_rows), _Plan())
         place = (site, count, count // num_rows if num_rows else 1, tuple(heads))
-        if place not in plan.places:
-            plan.add(place, device)
-        if plan.made is None or plan.position != (seed, step, first_row):
-            sites, rows, per_row, known = plan.words
-            plan.made = mix_tensors(self._key(device, seed, step), sites, rows + per_row * first_row, known)  # fmt: skip
-            plan.position = (seed, step, first_row)
-        return plan.made[plan.places[place]]
+        with torch.inference_mode(False):  # training reads what an evaluation has cached
+            if place not in plan.places:
+                plan.add(place, device)
+            if plan.made is None or plan.position != (seed, step, first_row):
+                sites, rows, per_row, known = plan.words
+                plan.made = mix_tensors(self._key(device, seed, step), sites, rows + per_row * first_row, known)  # fmt: skip
+                plan.position = (seed, step, first_row)
+            return plan.made[plan.places[place]]
 
     def _key(self, device: torch.device, seed: int, step: int) -> Tensor:
         """Return the hash state of (seed, step) as a scalar on the device; the host does not wait for the device."""

@@ -28,6 +28,7 @@ from slapo_zoo.parallel.rng.device_seeds import (
     mix,
     split_cells,
 )
+from slapo_zoo.parallel.rng.seeds import seeded
 from slapo_zoo.parallel.rng.stream_position import (
     GRAPHS,
     NOWHERE,
@@ -375,6 +376,7 @@ def drawn_from(seed: int | Tensor) -> Iterator[None]:
 
     Only one thread at a time can be in it: emulated ranks are threads, and the generator is global.
     """
-    with _DRAWING, torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
+    with _DRAWING, seeded(0 if isinstance(seed, Tensor) else seed):
+        if isinstance(seed, Tensor):
+            torch.set_rng_state(seed)
         yield

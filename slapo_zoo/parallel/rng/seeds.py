@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +27,35 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
     return logger
 
 
+def devices_in_use() -> range:
+    """Return the indices of all GPUs if this process has used CUDA; asking others for a state would initialise CUDA."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+@contextmanager
+def seeded(seed: int, devices: Sequence[int] = ()) -> Iterator[None]:
+    """Context in which torch's generators of the CPU and of the GPUs `devices` (indices) start from `seed`; at its end
+    they continue from their states before. Generators of other GPUs do not change.
+    """
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        torch.random.default_generator.manual_seed(seed)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def gpu_of(module: torch.nn.Module) -> list[int]:
+    """Return the index of the GPU that holds the first parameter of a module, in a list; [] on another device."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return [device.index] if device.type == "cuda" and device.index is not None else []
+
+
 @dataclass
 class RngTracker:
     """Collection of named states of torch's generators (CPU and CUDA), from which torch draws within `fork`."""
 
     states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    seeds: dict[str, int] = field(default_factory=dict)  # of states made before CUDA was used
 
     def reset(self) -> None:
         """Forget all named states."""
@@ -39,13 +63,12 @@ class RngTracker:
 
     def add(self, name: str, seed: int) -> None:
         """Add a named state made from a seed; torch's generators do not change."""
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        self.seeds[name] = seed
+        with seeded(seed, devices_in_use()):
             self.states[name] = self._current()
 
     def _current(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return torch.get_rng_state(), cuda
+        return torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices_in_use()]
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
@@ -54,11 +77,11 @@ class RngTracker:
             problem = f"found no generator state of this name, only {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first, or add(name, seed) for a name of your own"
             raise ScheduleError("rng tracker", f"fork({name!r})", problem, hint)
-        with torch.random.fork_rng():
-            cpu, cuda = self.states[name]
+        cpu, cuda = self.states[name]
+        with seeded(self.seeds.get(name, 0), devices_in_use()):
             torch.set_rng_state(cpu)
-            if cuda:
-                torch.cuda.set_rng_state_all(cuda)
+            for index, state in enumerate(cuda):
+                torch.cuda.set_rng_state(state, index)
             yield
             self.states[name] = self._current()
 
