@@ -69,9 +69,14 @@ def hooks_around() -> Any:
 
 def group_device() -> torch.device:
     """Return a device whose tensors the default group can send: the CPU if possible, else this rank's GPU."""
-    world: Any = dist.group.WORLD
-    kinds = {device.type for device in world._device_types}
+    kinds = group_kinds()
     return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
+
+
+def group_kinds() -> set[str]:
+    """Return the device types whose tensors the default group can send: {"cuda"} with nccl, both with cpu:gloo,cuda:nccl."""
+    world: Any = dist.group.WORLD
+    return {device.type for device in world._device_types}
 
 
 class _WorldPerThread:

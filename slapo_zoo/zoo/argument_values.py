@@ -12,6 +12,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
+from slapo_zoo.parallel.compat import group_kinds
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import ALWAYS, Mesh
 from slapo_zoo.parallel.paths import nearest
@@ -112,10 +113,10 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the requested device. For None, return this rank's GPU, or the CPU if there is no GPU or gloo is used."""
+    """Return the requested device. For None, return this rank's GPU, or the CPU if there is no GPU, or only gloo is used."""
     if device is not None:
         return _named_device(device)
-    if dist.is_initialized() and dist.get_backend() != "nccl":
+    if dist.is_initialized() and "cuda" not in group_kinds():
         return torch.device("cpu")
     # The launcher has made this rank's GPU the current one.
     return (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, ScheduleError, SlapoError
-from slapo_zoo.parallel.ranks import killed_rank
+from slapo_zoo.parallel.ranks import killed_rank, process_group
 from slapo_zoo.parallel.ranks.killed_rank import peer_error, publish_error, rank_guard
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
@@ -249,3 +249,38 @@ def test_peers_of_a_failed_rank_under_torchrun_raise_the_error_of_that_rank(tmp_
     assert result.returncode != 0
     errors = "".join(path.read_text() for path in tmp_path.glob("**/stderr.log"))
     assert "a bad number" in errors
+
+
+NODES = {"WORLD_SIZE": "16", "LOCAL_RANK": "3"}
+TASKS = NODES | {"SLURM_STEP_NUM_TASKS": "16", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    "gpus, variables, expected",
+    [(8, {"LOCAL_WORLD_SIZE": "8"}, 3), (8, {"LOCAL_SIZE": "8"}, 3), (8, {}, None), (0, {}, None),
+     (1, TASKS | {"SLURM_GPUS_PER_TASK": "a100:1"}, 0), (1, TASKS, None),
+     (2, {"SLURM_GPUS_PER_TASK": "2", "LOCAL_WORLD_SIZE": "8"}, None)],
+    ids=["torchrun", "deepspeed", "by hand", "no GPU", "srun, own GPUs", "srun, one GPU", "torchrun in srun"],
+)  # fmt: skip
+def test_each_rank_takes_the_gpu_that_its_launcher_gives_it(monkeypatch, gpus, variables, expected):
+    for name in (*NODES, *TASKS, "LOCAL_SIZE", "SLURM_GPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (NODES | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = process_group._cuda_device()
+    assert (found and found.index) == expected
+
+
+@pytest.mark.parametrize("device, start", [(None, "spawn"), ("cuda", "spawn"), ("cpu", "fork")])
+def test_local_ranks_that_may_use_a_gpu_are_spawned_not_forked(monkeypatch, device, start):
+    """A fork of a process that has asked CUDA for its devices cannot use them."""
+
+    def context(name):
+        raise InterruptedError(name)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(multiprocessing, "get_context", context)
+    with pytest.raises(InterruptedError, match=start):
+        run_local(rank_sum, 2, threads=1, device=device)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,6 +196,22 @@ def test_loader_options_that_a_user_schedule_already_decides_are_refused(name, v
 
 def with_options(case, folder, sizes, options):
     return scheduled(case, folder, sizes, **options)
+
+
+@pytest.mark.parametrize(
+    "kinds, device", [({"cpu"}, "cpu"), ({"cuda"}, "cuda"), ({"cpu", "cuda"}, "cuda")]
+)
+def test_model_goes_to_the_gpu_if_the_process_group_serves_gpus_too(monkeypatch, kinds, device):
+    """`init_process_group()` and "cpu:gloo,cuda:nccl" make a group of both."""
+    from slapo_zoo.zoo import argument_values
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(argument_values.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(argument_values, "group_kinds", lambda: kinds)
+    monkeypatch.setattr(
+        torch, "empty", lambda _, device: SimpleNamespace(device=torch.device(device))
+    )
+    assert argument_values.pick_device(None).type == device
 
 
 @pytest.mark.gpu

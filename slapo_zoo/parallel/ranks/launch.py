@@ -108,13 +108,15 @@ def _start_all(
     Args:
         ranks: list that gets the processes.
         nprocs: number of ranks.
-        start: "fork" or "spawn"; None takes "fork" with one thread per rank and CUDA unused, else "spawn".
+        start: "fork" or "spawn"; None takes "fork" with one thread per rank that cannot use CUDA, else "spawn".
         threads: CPU threads per rank; None takes an equal share of the cores.
         job: (device, name for errors, function, its arguments).
     """
     threads = threads or max(1, (os.cpu_count() or 1) // nprocs)
     # OpenMP's threads do not survive a fork: a child that uses more than one would hang
-    start = start or ("spawn" if threads > 1 or torch.cuda.is_initialized() else "fork")
+    # and a fork of a process that has asked CUDA for its devices cannot use them
+    cuda = torch.cuda.is_initialized() or (job[0] != "cpu" and torch.cuda.is_available())
+    start = start or ("spawn" if threads > 1 or cuda else "fork")
     context = multiprocessing.get_context(start)
     for rank in range(nprocs):
         ranks.append(start_rank(context, rank, _rank_main, (rank, nprocs, threads, *job)))

@@ -134,11 +134,18 @@ def _all_joined(store: Any, size: int, is_one: bool) -> bool:
 
 
 def _cuda_device() -> torch.device | None:
-    """Return this rank's CUDA device; None if the machine has fewer devices than local ranks."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if not torch.cuda.is_available() or torch.cuda.device_count() < local_ranks:
-        return None
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    """Return this rank's CUDA device; None if the machine has fewer devices than local ranks.
+
+    `srun --gpus-per-task` shows each task its own devices alone.
+    """
+    env, count = os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # the deepspeed launcher calls it LOCAL_SIZE
+    ranks = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or env["WORLD_SIZE"])
+    if count >= ranks:
+        return torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
+    shown = env.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1", or "a100:1"
+    is_task = env["WORLD_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
+    return torch.device("cuda", 0) if is_task and count and shown == str(count) else None
 
 
 def shutdown_distributed(failed: bool = False) -> None:
