@@ -352,6 +352,31 @@ def test_scheduled_trainer_refuses_unsupported_options(option, words, tmp_path):
         refuse_options(model, args, "")
 
 
+def test_scheduled_trainer_refuses_a_gpu_that_the_process_group_of_the_ranks_cannot_serve(monkeypatch):
+    """Two ranks on a machine with one GPU train on the CPU, over gloo."""
+    from types import SimpleNamespace
+
+    from slapo_zoo import SlapoError
+    from slapo_zoo.model.integrations import trainer_options
+    from slapo_zoo.parallel.mesh import Mesh
+
+    monkeypatch.setattr(trainer_options, "group_kinds", lambda: {"cpu"})
+    args = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(SlapoError, match="pass use_cpu=True"):
+        trainer_options.refuse_options(SimpleNamespace(mesh=Mesh(tp=2)), args, "")
+
+
+def test_scheduled_trainer_in_one_process_with_several_gpus_uses_one_of_them(tmp_path):
+    from slapo_zoo import AutoScheduledModel, ScheduledTrainer
+
+    args = arguments(tmp_path, per_device_train_batch_size=3)
+    args._n_gpu = 2  # as TrainingArguments sets it on such a machine
+    model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path))
+    trainer = ScheduledTrainer(model=model, args=args, train_dataset=rows())
+    assert trainer._wrap_model(model) is model
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 3
+
+
 def wrapped(folder, layout, out):
     """Check the errors of the plain Trainer, and of a user's loss in pipeline stages."""
     from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError

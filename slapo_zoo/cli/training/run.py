@@ -118,7 +118,7 @@ class Run(ScheduledTrainer):
         self.stopped = 0  # number of the signal that ended the run
         self.done = self.begin()
         schedule = make_schedule(self.options, self.done)
-        arguments = arguments_of(self.options)
+        arguments = arguments_of(self.options, self.meter.device.type)
         arguments.use_cache = getattr(
             model.config, "use_cache", False
         )  # saved with the model's config
@@ -303,7 +303,8 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
         sizes = {"train_micro_batch_size_per_gpu": rows // count, "gradient_accumulation_steps": count}  # fmt: skip
         settings = {"config": {**sizes, "gradient_clipping": options.max_grad_norm, **options.deepspeed}}  # fmt: skip
-    kind, values = ScheduledTrainer.get_optimizer_cls_and_kwargs(arguments_of(options))
+    arguments = arguments_of(options, next(iter(model.parameters())).device.type)
+    kind, values = ScheduledTrainer.get_optimizer_cls_and_kwargs(arguments)
     if options.engine != "torch":  # other engines wrap the optimizer or flatten its parameters
         values.pop("fused", None)
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)

@@ -13,15 +13,16 @@ DEFAULT_LR = 1e-4
 SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
 
 
-def arguments_of(options: TrainOptions) -> TrainingArguments:
+def arguments_of(options: TrainOptions, device: str) -> TrainingArguments:
     """Return the TrainingArguments that follow from `options`: optimizer, logging, evaluation, saving. Precision, parallelism
-    and accumulation keep their defaults, because the model and its engine handle them.
+    and accumulation keep their defaults, because the model and its engine handle them. `device` is the type of the
+    model's device: ranks train on the CPU where there are fewer GPUs than ranks.
 
     ConfigError is raised for an entry of `trainer` that TrainingArguments refuses, e.g. tf32 on a CPU.
     """
     try:
         return TrainingArguments(
-            output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=options.device == "cpu",
+            output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=device == "cpu",
             learning_rate=base_lr(options), **{name: getattr(options, name) for name in SHARED},
             logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
             eval_strategy="steps" if options.evaluates else "no",

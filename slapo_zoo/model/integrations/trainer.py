@@ -60,7 +60,10 @@ class ScheduledTrainer(Trainer):
         for each in (model, kwargs.get("ref_model")):
             if is_scheduled(each):
                 each._is_accelerate_prepared = True  # not wrapped in DDP, which averages over tp
+        _take_one_gpu(args)
         super().__init__(model=model, args=args, **kwargs)
+        _take_one_gpu(self.args)  # of a Trainer without args
+        self._train_batch_size = self.args.train_batch_size
         if self._own_loss and model._slapo.precision.scales:  # without: train_step scales
             self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
         for each in (self.model, getattr(self, "ref_model", None)):
@@ -224,6 +227,14 @@ class ScheduledTrainer(Trainer):
     @property
     def _mesh(self) -> Mesh:
         return self.model.mesh  # pyright: ignore[reportOptionalMemberAccess, reportReturnType, reportAttributeAccessIssue]
+
+
+def _take_one_gpu(args: Any) -> None:
+    """Set the number of GPUs in TrainingArguments, all that one process sees, to 1: Trainer would wrap the model in
+    DataParallel, and read a batch of rows for each.
+    """
+    if getattr(args, "n_gpu", 1) > 1:
+        args._n_gpu = 1
 
 
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:

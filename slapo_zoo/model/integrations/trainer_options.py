@@ -4,6 +4,7 @@ from typing import Any
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.integrations.dialects.engine import is_exact
+from slapo_zoo.parallel.compat import group_kinds
 
 # Option --> why it is refused, what to do.
 REFUSED = {
@@ -30,7 +31,10 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         args: TrainingArguments, or None.
         own_loss: name of the option that replaces the model's loss, or "".
     """
-    mesh = model.mesh
+    mesh, device = model.mesh, getattr(args, "device", None)
+    if device is not None and mesh.world_size > 1 and device.type not in group_kinds():
+        problem = f"Trainer would move the model to {device}, but the process group sends tensors of {', '.join(sorted(group_kinds()))} alone"
+        raise _refusal("use_cpu=False", problem, "pass use_cpu=True, or start one rank per GPU")
     for name, (problem, hint) in REFUSED.items():
         if getattr(args, name, None):
             raise _refusal(name, problem, hint)
