@@ -352,7 +352,9 @@ def test_scheduled_trainer_refuses_unsupported_options(option, words, tmp_path):
         refuse_options(model, args, "")
 
 
-def test_scheduled_trainer_refuses_a_gpu_that_the_process_group_of_the_ranks_cannot_serve(monkeypatch):
+def test_scheduled_trainer_refuses_a_gpu_that_the_process_group_of_the_ranks_cannot_serve(
+    monkeypatch,
+):
     """Two ranks on a machine with one GPU train on the CPU, over gloo."""
     from types import SimpleNamespace
 

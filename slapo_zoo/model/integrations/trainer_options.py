@@ -31,10 +31,8 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         args: TrainingArguments, or None.
         own_loss: name of the option that replaces the model's loss, or "".
     """
-    mesh, device = model.mesh, getattr(args, "device", None)
-    if device is not None and mesh.world_size > 1 and device.type not in group_kinds():
-        problem = f"Trainer would move the model to {device}, but the process group sends tensors of {', '.join(sorted(group_kinds()))} alone"
-        raise _refusal("use_cpu=False", problem, "pass use_cpu=True, or start one rank per GPU")
+    mesh = model.mesh
+    _refuse_device(mesh, getattr(args, "device", None))
     for name, (problem, hint) in REFUSED.items():
         if getattr(args, name, None):
             raise _refusal(name, problem, hint)
@@ -58,6 +56,14 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
     if optimizer in IN_BACKWARD:
         problem = "this optimizer steps during the backward, before gradients are complete"
         raise _refusal(f"optim={optimizer!r}", problem, 'use another one, e.g. optim="adafactor"')
+
+
+def _refuse_device(mesh: Any, device: Any) -> None:
+    """Raise SlapoError if Trainer would move the model to a `device` whose tensors the ranks' process group cannot send."""
+    if device is not None and mesh.world_size > 1 and device.type not in group_kinds():
+        served = ", ".join(sorted(group_kinds()))
+        problem = f"Trainer would move the model to {device}, but the process group sends tensors of {served} alone"
+        raise _refusal("use_cpu=False", problem, "pass use_cpu=True, or start one rank per GPU")
 
 
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
