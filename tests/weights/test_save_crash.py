@@ -17,7 +17,7 @@ from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.staging import bring_back
 
-SEED, POINTS = 11, 20
+SEED, POINTS = 11, 12
 PROGRAM = Path(__file__).with_name("crash_ranks.py")
 
 
@@ -52,10 +52,20 @@ def run_cases(cases, **variables):
     subprocess.run(command, check=True, timeout=500, capture_output=True, env=env)
 
 
-def test_rank_killed_during_a_save_leaves_the_older_checkpoint(tmp_path):
-    cases = {tmp_path / "a": (1, "write"), tmp_path / "b": (0, "finish")}
-    run_cases(cases)
-    for out, (victim, _) in cases.items():
+KILLED = {"a": (1, "write"), "b": (0, "finish")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the folder of a whole save (dry) and of two with a killed rank; a program for all of them imports torch once."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_cases({folder / "dry" / "out": (0, "0"), **{folder / name: KILLED[name] for name in KILLED}})  # fmt: skip
+    return folder
+
+
+def test_rank_killed_during_a_save_leaves_the_older_checkpoint(saved):
+    for name, (victim, _) in KILLED.items():
+        out = saved / name
         left = check(out, victim)
         assert len(left) == (victim == 0)  # the next save removes what only rank 0 could
         old_checkpoint(out, 0.0)
@@ -63,20 +73,21 @@ def test_rank_killed_during_a_save_leaves_the_older_checkpoint(tmp_path):
         assert load_file(out / "model.safetensors")["old"].tolist() == [0, 0]
 
 
-def test_save_killed_at_any_point_leaves_a_complete_checkpoint(tmp_path):
-    """Kill random ranks at 20 points of a save: the folder holds the complete old or new checkpoint."""
-    kill_at(tmp_path, POINTS)
+def test_save_killed_at_any_point_leaves_a_complete_checkpoint(saved, tmp_path):
+    """Kill random ranks at 12 points of a save: the folder holds the complete old or new checkpoint."""
+    kill_at(tmp_path, POINTS, saved)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"NO_EXCHANGE": "1"}], ids=["exchange", "renames"])
 def test_save_killed_fifty_times_leaves_a_complete_checkpoint(tmp_path, variables):
-    kill_at(tmp_path, 50, **variables)
-
-
-def kill_at(tmp_path, count, **variables):
     run_cases({tmp_path / "dry" / "out": (0, "0")}, **variables)
-    calls = [int((tmp_path / "dry" / f"out-calls-{rank}").read_text()) for rank in range(4)]
+    kill_at(tmp_path, 50, tmp_path, **variables)
+
+
+def kill_at(tmp_path, count, saved, **variables):
+    """Kill ranks at `count` points; `saved` has the counts of calls of a whole save."""
+    calls = [int((saved / "dry" / f"out-calls-{rank}").read_text()) for rank in range(4)]
     draw = random.Random(SEED)
     victims = [draw.randrange(4) for _ in range(count - 4)]
     points = [draw.randint(1, calls[rank]) for rank in victims]
