@@ -44,13 +44,13 @@ def load(card, **options):
 
 
 def test_schedule_card_with_a_wrong_schedule_fails_verification_at_load_on_every_rank(
-    tmp_path, ranks
+    tmp_path, threads
 ):
     broken(zoo_card(CONFIG, None, Mesh(2), "gpt2")).write(tmp_path / "card")
-    for said in ranks.run(load, 2, str(tmp_path / "card")):
+    for said in threads.run(load, 2, str(tmp_path / "card")):
         assert "the schedule of this card is wrong" in said
         assert "transformer.h.1.ln_2" in said
-    assert all(said.isdigit() for said in ranks.run(load_unverified, 2, str(tmp_path / "card")))
+    assert all(said.isdigit() for said in threads.run(load_unverified, 2, str(tmp_path / "card")))
 
 
 def load_unverified(card):

@@ -14,7 +14,7 @@ from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.zoo.outline import Outline
 
 SPACES = [  # devices, rows of a step, device, GiB of one; the wider models fit in some of them barely
-    (4, 16, "v100", 16), (4, 32, "a100", 10), (8, 16, "h100", 12), (8, 32, "v100", 32),
+    (4, 8, "v100", 16), (4, 32, "a100", 10), (8, 16, "h100", 12), (8, 32, "v100", 32),
 ]  # fmt: skip
 SIZES = {
     "gpt2": {"n_layer": 4, "n_embd": 512, "n_head": 8},
