@@ -14,6 +14,7 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 
 SIZES = (("n_layer", 8), ("n_head", 4), ("n_embd", 64), ("n_positions", 64))
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), SIZES)
+FOUR = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4), *SIZES[1:]))
 ALL_AT_ONCE = ("gpipe", "looped_bfs")  # every forward before any backward: all are in flight
 
 
@@ -40,8 +41,8 @@ def peaks(folder, pp, orders):
 
 
 def test_peak_memory_of_a_zbv_pipeline_does_not_grow_with_the_number_of_micro_batches(root, ranks):
-    runs = [("zbv", 4), ("zbv", 32)]
-    for few, many in ranks.run(peaks, 2, checkpoint(GPT2, root), 2, runs):
+    runs = [("zbv", 4), ("zbv", 16)]
+    for few, many in ranks.run(peaks, 2, checkpoint(FOUR, root), 2, runs):
         assert many <= 1.05 * few
 
 
@@ -84,7 +85,7 @@ def sent_bytes(folder, order):
 def test_activations_sent_to_the_next_stage_are_freed_to_one_element_on_the_sender(
     order, root, ranks
 ):
-    first, second = ranks.run(sent_bytes, 2, checkpoint(GPT2, root), order)
+    first, second = ranks.run(sent_bytes, 2, checkpoint(FOUR, root), order)
     assert (first, second) == ([4] * 8, [])  # one number each
 
 
@@ -137,7 +138,7 @@ BLOCK_INPUT = 2 * 64 * 64 * 4  # bytes for a micro-batch of GPT2
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(
     ("case", "layout", "order", "options", "least"),
-    [(GPT2, (2, 2, 1), "1f1b", {}, 2), (GPT2, (2, 1, 1), "", {}, 2.5), (GPT2, (2, 2, 1), "zbv", {}, 2),
+    [(GPT2, (2, 1, 1), "", {}, 2.5), (GPT2, (2, 2, 1), "1f1b", {}, 2), (GPT2, (2, 2, 1), "zbv", {}, 2),
      (T5, (2, 2, 1), "1f1b", {}, 0.2), (GPT2, (2, 2, 1), "1f1b", {"sequence_parallel": True}, 0),
      (GPT2, (2, 1, 2), "", {"dp_shard": 2, "precision": "bf16"}, 1)],
     ids=str,

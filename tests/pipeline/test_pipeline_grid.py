@@ -3,6 +3,8 @@
 `ci/run.py grid -k pipeline_grid` runs all that is slow; `-k "zbv and 1x4x1"` a part of it.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from parity import Case, checkpoint, compare, references, scheduled
@@ -14,6 +16,17 @@ ROWS = 8  # DualPipeV on 8 stages needs as many micro-batches
 def case(cls, labels="tokens", **config):
     """Return the case with 8 blocks, one per stage of interleaved orders on four ranks."""
     return Case(cls, (labels,), tuple(config.items()), rows=ROWS)
+
+
+HALF = {"attention_types": ((("global", "local"), 2),), "num_layers": 2, "num_decoder_layers": 2}
+
+
+def halved(case):
+    """Return the case with 4 blocks, one per stage of interleaved orders on two ranks."""
+    blocks = {name: HALF.get(name, 4) for name, value in case.config if value == 8 or name in HALF}
+    if "attention_types" in blocks:
+        blocks["num_layers"] = 4
+    return replace(case, config=tuple((dict(case.config) | blocks).items()))
 
 
 FAMILIES = [
@@ -57,7 +70,8 @@ def grid():
             for layout in LAYOUTS:
                 always = layout == "1x2x1" and j == i % len(ORDERS)
                 marks = () if always else pytest.mark.slow
-                yield pytest.param(family, order, layout, marks=marks,
+                sized = halved(family) if LAYOUTS[layout][1] == 2 else family
+                yield pytest.param(sized, order, layout, marks=marks,
                                    id=f"{family.cls}-{order}-{layout}")  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def logits_of_step(case, folder, layout, order):
     ("case", "layout", "order"),
     [
         (Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),)), (2, 2, 1), "1f1b"),
-        (Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),)), (1, 2, 2), "zbv"),
+        (Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),)), (1, 2, 1), "zbv"),
         (QA, (1, 2, 1), "looped_bfs"),
         (QA, (1, 1, 1), "1f1b"),
     ],
