@@ -1,9 +1,11 @@
 """Functions of the original Slapo's API, on plain modules."""
 
 import logging
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slapo_zoo
@@ -75,6 +77,33 @@ def test_build_of_a_meta_model_whose_parameter_has_no_initializer_raises():
         slapo_zoo.build(slapo_zoo.create_schedule(model))
     assert torch.equal(slapo_zoo.build(slapo_zoo.create_schedule(model), init_weights=_ones).scale,
                        torch.ones(3))  # fmt: skip
+
+
+class Slow(nn.Linear):
+    """Linear whose construction waits, so that other ranks begin and end theirs meanwhile."""
+
+    def __init__(self):
+        time.sleep(0.02 * (1 + dist.get_rank()))
+        super().__init__(4, 4)
+        time.sleep(0.02)
+
+
+def parameters_on_meta():
+    with slapo_zoo.init_empty_weights():
+        return [p.is_meta for p in Slow().parameters()]
+
+
+def test_ranks_that_are_threads_build_models_on_meta_and_leave_modules_as_they_were():
+    register = nn.Module.register_parameter
+    assert slapo_zoo.emulate(parameters_on_meta, mesh=(3, 1, 1)) == [[True, True]] * 3
+    assert nn.Module.register_parameter is register
+
+
+@pytest.mark.parametrize("mesh", [2, (2, 1, 1)])
+def test_schedule_of_something_else_than_a_module_and_a_mesh_is_refused(mesh):
+    for model, where in ((Net(), mesh), (mesh, None)):
+        with pytest.raises(ScheduleError, match=r"pass an nn\.Module, and"):
+            slapo_zoo.create_schedule(model, mesh=where)
 
 
 def _ones(module):

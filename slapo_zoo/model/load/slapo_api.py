@@ -12,6 +12,7 @@ from torch import nn
 from slapo_zoo.language.graph.traced import original_class
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.ranks.emulation import BUILDING
 from slapo_zoo.parallel.rng.seeds import TENSOR_PARALLEL, get_cuda_rng_tracker
 
 _SEEDS: list[int] = []
@@ -57,19 +58,20 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
             yield
         return
     module_class: Any = nn.Module
-    register = module_class.register_parameter
+    with BUILDING:  # ranks may be threads, which share this class
+        register = module_class.register_parameter
 
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        if param is not None and not param.is_meta:  # one on meta is tied: keep it
-            meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            module._parameters[name] = meta
+        def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param)
+            if param is not None and not param.is_meta:  # one on meta is tied: keep it
+                meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                module._parameters[name] = meta
 
-    module_class.register_parameter = on_meta  # restored below, whatever happens
-    try:
-        yield
-    finally:
-        module_class.register_parameter = register
+        module_class.register_parameter = on_meta  # restored below, whatever happens
+        try:
+            yield
+        finally:
+            module_class.register_parameter = register
 
 
 def analyze_tie_weights(
