@@ -154,6 +154,10 @@ class Schedule(Selection):
 
     def __init__(self, model: nn.Module, mesh: Mesh | None = None, seed: int = 0):
         super().__init__(self, "")
+        if not isinstance(model, nn.Module) or not isinstance(mesh, Mesh | None):
+            found = f"found a {type(model).__name__} and a {type(mesh).__name__}"
+            hint = "pass an nn.Module, and slapo_zoo.Mesh(tp=..., rank=...) or no mesh"
+            raise ScheduleError("create_schedule", "model, mesh", found, hint)
         self.structure = structure_hash(model)  # before any directive
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
@@ -254,8 +258,12 @@ class Schedule(Selection):
             ScheduleError: several stages of a pipeline share a block (ALBERT), or `batch` is None for a model
                 that is not of `transformers`.
         """
-        alone = self.mesh.world_size == 1
-        example = batch or ({} if alone else tiny_batch(self.model))
+        example: Any = {} if batch is None else batch
+        if batch is None and self.mesh.world_size > 1:
+            example = tiny_batch(self.model, "", "pass batch=, a dict of the forward's arguments")
+        if not isinstance(example, Mapping):
+            problem = f"found a {type(batch).__name__}, expected a dict of the forward's arguments"
+            raise ScheduleError("explain", "batch", problem, "pass {name: tensor}")
         landed = [(paths, d) for paths, (_, d) in zip(self.landed, self.history, strict=True)]
         return explain(self.state, landed, example)
 
@@ -294,7 +302,7 @@ def from_json(text: str) -> list[Step]:
     """Return the list of (pattern, directive) that `Schedule.to_json` wrote; ScheduleError if `text` is malformed."""
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, TypeError) as error:
         raise ScheduleError(
             "schedule", "JSON", str(error), "pass the unchanged text of Schedule.to_json()"
         ) from None

@@ -74,8 +74,9 @@ def test_explain_whose_dry_run_fails_leaves_the_model_unchanged():
         sch.explain({"y": torch.zeros(5, 4)})
     assert not any(m.training for m in sch.model.modules())
     assert all(type(p.detach()) is torch.Tensor for p in sch.model.parameters())
-    with pytest.raises(ScheduleError, match="pass"):
-        sch.explain()
+    for batch in (None, torch.zeros(5, 4)):
+        with pytest.raises(ScheduleError, match="dict of the forward's arguments"):
+            sch.explain(batch)
 
 
 def test_explain_omits_directives_applied_to_a_module_before_it_was_replaced():

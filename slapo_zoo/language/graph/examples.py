@@ -82,16 +82,17 @@ def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, d
     return calls[path]
 
 
-def tiny_batch(model: Any, path: str = "") -> dict[str, Any]:
+def tiny_batch(model: Any, path: str = "", hint: str = EXAMPLE_HINT) -> dict[str, Any]:
     """Return a batch of 2 rows (7 tokens, or images of the config's size) for a model of `transformers`.
 
     Args:
         model: a text or image model; any other raises ScheduleError.
         path: path of the module that is traced, for errors.
+        hint: what the error for a model that is not of `transformers` says to do.
     """
     if not _is_known(model):
         problem = f"found {type(model).__name__}, but example inputs are made only for text and image models of transformers"
-        raise _no_example(path, problem)
+        raise _no_example(path, problem, hint)
     batch: dict[str, Any] = example_batch(model, ROWS, TOKENS)
     if "attention_mask" in batch:
         batch["attention_mask"][-1, ..., -2:] = 0  # at the end of the last row, as a tokenizer pads
@@ -103,5 +104,5 @@ def tiny_batch(model: Any, path: str = "") -> dict[str, Any]:
     return batch | ({"use_cache": False} if "use_cache" in accepted else {})
 
 
-def _no_example(path: str, problem: str) -> ScheduleError:
-    return ScheduleError(path or "(the model)", "trace", problem, EXAMPLE_HINT)
+def _no_example(path: str, problem: str, hint: str = EXAMPLE_HINT) -> ScheduleError:
+    return ScheduleError(path or "(the model)", "trace", problem, hint)
