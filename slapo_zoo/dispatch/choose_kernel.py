@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 
 import torch
 from torch import Tensor
@@ -153,8 +154,18 @@ def runs_triton(name: str, x: Tensor) -> bool:
         return INTERPRETED
     if _forced:
         return _forced[-1] == "triton"
-    device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
-    return _decided(name, str(x.dtype)[6:], int(x.shape[-1]), device, changes())
+    return _timed(name, str(x.dtype)[6:], index(x.shape[-1]), x.device)
+
+
+def _timed(name: str, dtype: str, size: int, device: torch.device) -> bool:
+    """Return whether timings choose Triton for inputs of a dtype and last axis `size` on a device."""
+    known = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return _decided(name, dtype, size, known, changes())
+
+
+# Compilers can trace neither the name of a GPU nor files of timings. This is what torch.compiler.assume_constant_result
+# does, which would import the compiler here, for seconds.
+vars(_timed)["_dynamo_marked_constant"] = True
 
 
 @lru_cache(maxsize=1024)

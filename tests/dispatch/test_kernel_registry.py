@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_zoo.dispatch import kernel_registry as kernel
 from slapo_zoo.dispatch import tables
-from slapo_zoo.dispatch.choose_kernel import implementation, runs_triton
+from slapo_zoo.dispatch.choose_kernel import force, implementation, runs_triton
 from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket
 from slapo_zoo.dispatch.tables import slug
 from slapo_zoo.errors import ScheduleError
@@ -125,3 +125,17 @@ def test_operator_runs_while_the_device_of_its_first_tensor_is_current(monkeypat
     assert torch.equal(add(x, 2), x + 2)
     assert [one.data_ptr() for one in seen] == [x.data_ptr()]
     assert current == [None]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_choice_of_a_kernel_on_another_device_than_the_cpu_breaks_no_compiled_graph(dynamic):
+    """Compilers can trace neither the name of a GPU nor files of timings."""
+
+    def chosen(x):
+        return x[:1] if runs_triton("rms_norm", x) else x * 2
+
+    x = torch.ones(2, 8, device="meta")
+    whole = torch.compile(chosen, backend="eager", fullgraph=True, dynamic=dynamic)
+    assert whole(x).shape == (2, 8)
+    with force("triton"):
+        assert whole(x).shape == (1, 8)
