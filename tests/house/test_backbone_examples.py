@@ -13,7 +13,7 @@ from slapo_zoo import AutoScheduledModel, emulate
 
 ROOT = Path(__file__).parents[2] / "examples" / "backbone"
 MESHES = [(1, 1, 1), (2, 1, 1)]
-SEEDS = range(4)
+SEEDS = range(3)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,8 @@ def test_simcse_example_has_dropout_views_and_losses_within_the_range_of_plain_m
     among(sum(losses[-8:]), [sum(run[0][-8:]) for run in runs])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("mesh", MESHES[::-1], ids=str)
 def test_monte_carlo_dropout_example_has_mean_and_spread_within_the_range_of_plain_models(
     mesh, folder
 ):

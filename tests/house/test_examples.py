@@ -117,7 +117,7 @@ TASKS = [("classify_bert.py", 2, 120, "code_or_comment", "AutoModelForSequenceCl
 def test_example_script_has_equal_results_on_all_ranks_and_saves_a_transformers_checkpoint(
     name, nprocs, steps, folder, auto, whole, tmp_path, ranks
 ):
-    found = ranks.run(run_task, nprocs, name, steps if whole else 8, tmp_path, timeout=300)
+    found = ranks.run(run_task, nprocs, name, steps if whole else 4, tmp_path, timeout=300)
     assert all(other == found[0] for other in found), "ranks tell different results"
     assert not whole or learnt(name, found[0])
     _, info = getattr(transformers, auto).from_pretrained(
@@ -125,7 +125,7 @@ def test_example_script_has_equal_results_on_all_ranks_and_saves_a_transformers_
     )
     assert not any(info.values())
     if name == "pretrain_gpt2.py":
-        assert found[0][7] < found[0][0]
+        assert found[0][-1] < found[0][0]
 
 
 NOTEBOOKS = {

@@ -123,13 +123,13 @@ def heard_on(folder, case, tp, pp):
     return heard(AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, **changes_of(case)))
 
 
-def test_generate_from_audio_returns_the_tokens_of_plain_transformers(root, ranks):
+def test_generate_from_audio_returns_the_tokens_of_plain_transformers(root, threads):
     case = HEADS["whisper"][0]
     folder = checkpoint(case, root)
     plain_model = getattr(transformers, WHISPER).from_pretrained(folder, **changes_of(case))
     want = heard(plain_model)
     for tp, pp in ((2, 1), (1, 2)):
-        found = ranks.run(heard_on, 2, folder, case, tp, pp)
+        found = threads.run(heard_on, 2, folder, case, tp, pp)
         assert all(torch.equal(tokens, want) for tokens in found)
 
 

@@ -185,15 +185,15 @@ def explained_alone(folder, case, pp):
     ids=lambda c: c.cls,
 )
 def test_explain_on_all_pipeline_stages_together_lists_the_collectives_of_one_stage(
-    case, root, ranks
+    case, root, threads
 ):
     """The lists of all stages together equal that of one stage with the full model."""
     folder = checkpoint(case, root)
-    parts = ranks.run(explained_alone, 4, folder, case, 2)
+    parts = threads.run(explained_alone, 4, folder, case, 2)
     if "Albert" in case.cls:
         assert all("runs on several pipeline stages" in part for part in parts)
         return
-    whole = ranks.run(explained_alone, 2, folder, case, 1)
+    whole = threads.run(explained_alone, 2, folder, case, 1)
     for r in range(2):
         mine = Counter(t for coord, found in parts if coord == r for t in found)
         assert mine == Counter(whole[r][1])
