@@ -32,7 +32,7 @@ from slapo_zoo.data.tasks import Causal, DataError
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.launch import run_local
 
-TEXT_BYTES = 2_500_000
+TEXT_BYTES = 1_000_000
 VOCAB_SIZE = 4099  # a prime: no number of ranks divides it
 SEQ_LEN = 128
 BATCH_SIZE = 8
