@@ -4,7 +4,7 @@ rewrite: state[p] = {step, exp_avg [as p], ...} <--> "<name of p>.exp_avg" in a 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,8 @@ class Restored:
         names: `id(parameter)` --> its name in the checkpoint.
         specs: name in the checkpoint --> shape and placement of this parameter of the model.
         mesh: mesh with the coordinates of this rank.
+        stored: name of a parameter in the checkpoint --> its dtype there. State of that dtype gets the dtype that the
+            parameter has now, as torch's optimizers need.
 
     Attributes:
         targets: name in the files --> tensor to fill before `apply`.
@@ -168,9 +170,9 @@ class Restored:
 
     def __init__(
         self, optimizer: Any, record: Record, names: Mapping[int, str],
-        specs: Mapping[str, TensorSpec], mesh: Mesh,
+        specs: Mapping[str, TensorSpec], mesh: Mesh, stored: Callable[[str], torch.dtype],
     ):  # fmt: skip
-        self.optimizer, self.record, self._mesh = optimizer, record, mesh
+        self.optimizer, self.record, self._mesh, self._stored = optimizer, record, mesh, stored
         self.targets: dict[str, Target] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
         _check_kind(optimizer, record)
@@ -200,7 +202,9 @@ class Restored:
             if on_device and isinstance(state[key], Tensor):
                 state[key] = state[key].to(p.device)
             if _is_tensor(kept):
-                state[key] = torch.empty_like(p, dtype=getattr(torch, kept["$like"])).detach()
+                dtype = getattr(torch, kept["$like"])
+                dtype = p.dtype if key != "step" and dtype == self._stored(name) else dtype
+                state[key] = torch.empty_like(p, dtype=dtype).detach()
                 rows = rows_of(p)
                 target = Target(state[key], spec.shape, spec.placement, rows)
                 self.targets[f"{name}.{key}"] = target

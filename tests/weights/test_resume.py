@@ -288,8 +288,24 @@ def test_restored_step_of_a_fused_or_capturable_optimizer_is_on_the_device_of_it
         there = torch.nn.Parameter(torch.ones(2, device="meta"))
         target = torch.optim.AdamW([there], **options)
         spec = TensorSpec("w", (2,), "float32")
-        Restored(target, record, {id(there): "w"}, {"w": spec}, Mesh()).apply()
+        stored = {"w": torch.float32}.__getitem__
+        Restored(target, record, {id(there): "w"}, {"w": spec}, Mesh(), stored).apply()
         assert target.state[there]["step"].device.type == device
+
+
+def test_training_in_fp32_is_resumed_in_bfloat16_and_steps(source, tmp_path):
+    """The moments are cast with the parameters, as by `load_state_dict` of torch; the step count stays."""
+    folder, out = checkpoint(PLAIN, source), tmp_path / "out"
+    first_half(folder, out, (1, 1, 1), PLAIN)
+    model = AutoScheduledModel.from_pretrained(out, dtype="bfloat16").train()
+    _, optimizer, scheduler = start(folder, (1, 1, 1), PLAIN)
+    for group, params in zip(
+        optimizer.param_groups, (lambda p: p.ndim > 1, lambda p: p.ndim <= 1), strict=True
+    ):
+        group["params"] = [p for p in model.parameters() if params(p)]
+    load_checkpoint(model, out, optimizer, scheduler)
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    train(model, optimizer, scheduler, PLAIN, [2])
 
 
 def test_checkpoint_saved_without_an_optimizer_loads(source, tmp_path):

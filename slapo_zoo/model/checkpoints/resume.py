@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.model.checkpoints.current_specs import refresh_specs
 from slapo_zoo.model.checkpoints.training_checkpoint import (
@@ -99,7 +101,14 @@ class _Load:
         runtime, record, opened = self.model._slapo, self.opened.state["optimizer"], self.opened
         specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
         names = names_of(self.model, self.whole)
-        self.restored = optimizers.Restored(self.optimizer, record, names, specs, self.model.mesh)
+        keys = opened.model.key_to_file
+
+        def stored(name: str) -> torch.dtype:
+            return opened.model.dtype(name if name in keys else next(iter(keys)))
+
+        self.restored = optimizers.Restored(
+            self.optimizer, record, names, specs, self.model.mesh, stored
+        )
         found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
