@@ -7,6 +7,7 @@ Numbers, strings, lists and dicts stay readable; any other type becomes a dict w
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ def encode(value: Any, where: str) -> Any:
     >>> encode({"betas": (0.9, 0.99), 3: None}, "lr")
     {'$items': [['betas', {'$tuple': [0.9, 0.99]}], [3, None]]}
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS and not value.is_complex():

@@ -159,8 +159,9 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
     Raises:
         WeightsError: tp or pp peers, which get the same batch rows, have different values.
     """
+    texts = [json.dumps(value, sort_keys=True) for value in values]  # NaN is equal to NaN here
     firsts = {rank: mesh.seen_by(rank).at(tp=0, pp=0) for rank in range(mesh.world_size)}
-    differ = [rank for rank, first in firsts.items() if values[rank] != values[first]]
+    differ = [rank for rank, first in firsts.items() if texts[rank] != texts[first]]
     if differ:
         rank, first = differ[0], firsts[differ[0]]
         problem = f"rank {rank} passed {values[rank]!r:.60}, rank {first} {values[first]!r:.60}"
@@ -168,8 +169,8 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
             "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
         )
         raise WeightsError(where, name, problem, hint)
-    found = [values[rank] for rank in mesh.seen_by(0).peers("loss")]
-    return found[0] if all(one == found[0] for one in found) else {BY_DP: found}
+    found = {rank: texts[rank] for rank in mesh.seen_by(0).peers("loss")}
+    return values[0] if len(set(found.values())) == 1 else {BY_DP: [values[rank] for rank in found]}
 
 
 def of_dp_ranks(state: Mapping[str, Any], name: str) -> list[Any]:

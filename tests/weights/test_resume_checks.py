@@ -185,14 +185,15 @@ def test_checkpoint_restores_the_data_position_of_each_dp_rank(ranks, source, tm
 
 def save_equal_extra(folder, out):
     model = start(folder, dp=2)[0]
-    save_checkpoint(model, out, data_position=4, extra={"schedule": [1, 2]})
+    extra = {"schedule": [1, 2], "loss": float("nan"), "best": np.float64(0.5)}
+    save_checkpoint(model, out, data_position=4, extra=extra)
 
 
 def test_extra_checkpoint_state_equal_on_all_ranks_loads_with_another_dp(ranks, source, tmp_path):
     """Equal state resumes on any dp; a data position does not, because another dp gives a rank other rows."""
     ranks.run(save_equal_extra, 2, source, tmp_path / "out")
     found = load_checkpoint(start(source)[0], tmp_path / "out")
-    assert found.extra == {"schedule": [1, 2]}
+    assert repr(found.extra) == "{'schedule': [1, 2], 'loss': nan, 'best': 0.5}"
     assert found.data_positions == (4, 4)
     with pytest.raises(WeightsError, match="the checkpoint has a value for each"):
         found.data_position  # noqa: B018
