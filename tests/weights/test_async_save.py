@@ -81,6 +81,16 @@ def test_async_save_writes_the_weights_held_when_it_was_called(ranks, tmp_path, 
     assert not torch.equal(written["transformer.wte.weight"], changed["transformer.wte.weight"])
 
 
+def saved_in_emulation(out):
+    model, optimizer = make(2, 1)
+    saving = async_save_checkpoint(model, out, optimizer, step=1)
+    return saving.done(), load_checkpoint(model, out, optimizer).step
+
+
+def test_async_save_of_emulated_ranks_is_done_when_it_returns(threads, tmp_path):
+    assert threads.run(saved_in_emulation, 2, tmp_path / "out") == [(True, 1)] * 2
+
+
 def full(write, *args):
     if dist.get_rank() == 1:
         raise OSError(errno.ENOSPC, "No space left on device", "x")

@@ -6,6 +6,7 @@ The collectives of a save use a separate process group, since those of the train
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -46,20 +47,26 @@ class _Pending:
 def start(write: Callable[[], None]) -> Saving:
     """Run `write`, which saves files and calls collectives, in a background thread; return the
     future of the save. All ranks must call this function, which first waits for the previous save.
+
+    Ranks that are threads (`emulate`) save before this call returns, since a process group belongs to its thread.
     """
     join()
-    group = _group()
-    saving = _Pending.saving = Saving()
+    saving, at_once = Saving(), compat.ranks_are_threads()
+    group = None if at_once else _group()
 
     def work() -> None:
         try:
-            with over_group(group):
+            with nullcontext() if at_once else over_group(group):
                 write()
         except BaseException as error:
             saving.set_exception(error)
         else:
             saving.set_result(None)
 
+    if at_once:
+        work()
+        return saving
+    _Pending.saving = saving
     # No daemon: Python waits for it at exit.
     threading.Thread(target=work, name="save-checkpoint", daemon=False).start()
     return saving
