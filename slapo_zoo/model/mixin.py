@@ -89,10 +89,7 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
 
         On several ranks the plain Trainer, which would wrap the model in DDP, gets a SlapoError.
         """
-        if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
-            problem = "this trainer would wrap the model, which is sharded over ranks, in DDP"
-            hint = "use slapo_zoo.ScheduledTrainer"
-            raise SlapoError("transformers.Trainer", "model", problem, hint)
+        _ = self._is_accelerate_prepared
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self, mode: bool = True) -> Any:

@@ -140,7 +140,32 @@ def require_known_order(model: Any) -> None:
             raise SlapoError("forward", path, problem, hint)
 
 
-class Structure:
+class Unwrapped:
+    """Mixin of a model that Trainer and Accelerate must not wrap in DDP, which would overwrite shards by those of rank 0."""
+
+    mesh: Any
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Return whether Accelerate is to leave the model as it is, as it asks before it wraps a model.
+
+        On several ranks SlapoError is raised, unless ScheduledTrainer or `slapo_zoo.prepare` has set this to True.
+        """
+        found = vars(self).get("_stays_unwrapped", False)
+        if self.mesh.world_size > 1 and not found:
+            problem = (
+                "Trainer and Accelerate would wrap the model, which is sharded over ranks, in DDP"
+            )
+            hint = "use slapo_zoo.ScheduledTrainer, or slapo_zoo.prepare(accelerator, model, optimizer, loader)"
+            raise SlapoError(type(self).__name__, "model", problem, hint)
+        return found
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        vars(self)["_stays_unwrapped"] = value
+
+
+class Structure(Unwrapped):
     """Mixin with the methods of `nn.Module` and `transformers` that behave differently in a scheduled model."""
 
     mesh: Any

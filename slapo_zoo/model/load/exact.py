@@ -21,6 +21,7 @@ from torch.utils import deterministic as memory
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.gradients.module_changes import Unwrapped
 from slapo_zoo.model.load.exact_optimizer import give_back, narrowed, split_over_ranks, without
 from slapo_zoo.model.load.exact_output import computed, joined
 from slapo_zoo.model.load.exact_trace import ExactTrace, Recorder, Row
@@ -163,7 +164,7 @@ class NotBuiltError(SlapoError, AttributeError):
     """Error for an attribute that models of `exact=` lack and other scheduled models have; `hasattr` then gives False."""
 
 
-class ExactModel(nn.Module):
+class ExactModel(Unwrapped, nn.Module):
     """Model loaded by `from_pretrained(..., exact=...)`, with the same bits on every mesh that divides `virtual`.
 
     In each process it holds the models of several ranks of a virtual mesh ("hosted" ranks), and runs each in a thread.
