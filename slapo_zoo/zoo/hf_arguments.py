@@ -135,6 +135,7 @@ def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
             raise SlapoError(where, f"{name}=", problem, hint)
         given.pop(name, None)
     variant = given.pop("variant", None)
+    given.pop("save_function", None)  # transformers ignores it too
     if not allowed:
         given.pop("token", None)  # the token of an upload that was not requested
     if unknown := [name for name in given if name not in allowed]:
