@@ -2,6 +2,7 @@
 
 import transformers
 
+from cli_runs import tokenizer
 from engine_runs import CASES
 from parity import batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, ScheduledTrainer
@@ -23,3 +24,57 @@ def test_scheduled_trainer_empties_the_device_cache_every_torch_empty_cache_step
     made = ScheduledTrainer(model=model, args=args, train_dataset=rows)
     made.train()
     assert emptied == [0, 2]
+
+
+class Counted(transformers.Seq2SeqTrainer):
+    """A user's Trainer that counts the calls of `training_step`."""
+
+    calls = 0
+
+    def training_step(self, *args, **kwargs):
+        self.calls += 1
+        return super().training_step(*args, **kwargs)
+
+
+class Collator:
+    """Collator of a user, which holds the tokenizer."""
+
+    def __init__(self):
+        self.tokenizer = tokenizer(eos_token="<|endoftext|>")
+
+    def __call__(self, rows):
+        return transformers.default_data_collator(rows)
+
+
+def over_tp(folder, out):
+    """Train 2 steps of 2 rows with tp=2 and predict 3 rows; return what the Trainer counted, read, gathered and saved."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # state of an earlier job of this worker
+    batch = batch_of(CASES["gpt2"], 0)
+    rows = [{name: value[i] for name, value in batch.items()} for i in range(4)]
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(out), use_cpu=True, max_steps=2, report_to=[], save_strategy="steps", save_steps=2, disable_tqdm=True,
+        dataloader_pin_memory=False, per_device_train_batch_size=2, per_device_eval_batch_size=2, save_only_model=True,
+        train_sampling_strategy="batch_rebalance", include_num_input_tokens_seen="all", dataloader_num_workers=1,
+    )  # fmt: skip
+    model = AutoScheduledModel.from_pretrained(folder, tp=2)
+    cls = type("Mine", (ScheduledTrainer, Counted), {})
+    trainer = cls(model=model, args=args, train_dataset=rows, data_collator=Collator())
+    worker = trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
+    args.dataloader_num_workers = 0
+    trainer.train()
+    predicted = trainer.predict(rows[:3])
+    shapes = predicted.predictions.shape, predicted.label_ids.shape
+    return trainer.state.num_input_tokens_seen, trainer.calls, worker, shapes
+
+
+def test_scheduled_trainer_over_tp_counts_seeds_and_gathers_by_dp_rank_not_by_process(
+    tmp_path, ranks
+):
+    """A sampler that balances lengths, a base class's `training_step` and Seq2SeqTrainer's gather work too."""
+    for found in ranks.run(over_tp, 2, checkpoint(CASES["gpt2"], tmp_path), tmp_path / "out"):
+        assert found == (2 * 2 * 12, 2, 0, ((3, 12, 99), (3, 12)))
+    files = {path.name for path in (tmp_path / "out" / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "training_state.json"} <= files
+    assert not any("optimizer" in name for name in files), "save_only_model=True"

@@ -6,15 +6,19 @@ gathering of results, and checkpoints.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.utils.generic import find_labels
 
 from slapo_zoo.errors import SlapoError
@@ -50,10 +54,7 @@ class ScheduledTrainer(Trainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
-        if not is_scheduled(model):
-            problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
-            hint = "load it by AutoScheduledModel, or use transformers.Trainer"
-            raise SlapoError("ScheduledTrainer", "model", problem, hint)
+        _require_scheduled("ScheduledTrainer", model, "use transformers.Trainer")
         self._own_loss = _own_loss(type(self), args, kwargs)
         _add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss)
@@ -72,9 +73,7 @@ class ScheduledTrainer(Trainer):
         self._read_signature(model)
         if not self._own_loss:
             self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
-        # With the function that Trainer.__init__ stored, a short last batch would weigh less.
-        self.gather_function = gather_over_dp(self.accelerator, model.mesh)
-        self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
+        self.accelerator.gather_for_metrics = gather_over_dp(self.accelerator, model.mesh)  # pyright: ignore[reportAttributeAccessIssue]
         self._targets: list[float | Tensor] | None = None
         self._is_checkpoint = self._evaluates = False
 
@@ -105,6 +104,27 @@ class ScheduledTrainer(Trainer):
         """
         mesh: Any = self._scheduled.mesh
         return 1 if self._evaluates else mesh.world_size // mesh.size("batch")
+
+    # Seq2SeqTrainer would set a function that returns each row once for every tp, pp and cp rank.
+    gather_function: Any = property(
+        lambda self: self.accelerator.gather_for_metrics, lambda *_: None
+    )
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # it sums over all ranks
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(found, BatchRebalanceSampler):  # it chose rows for ranks, not dp ranks
+            mesh, rows = self._mesh, found.effective_batch_size // self.get_tp_size()
+            return BatchRebalanceSampler(
+                found.lengths, rows, mesh.size("batch"), found.grad_accum, rank=mesh.coord("batch"),
+                drop_last=found.drop_last,
+            )  # fmt: skip
+        return found
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with _loaders_over_dp(self.accelerator, self._mesh):
@@ -186,14 +206,14 @@ class ScheduledTrainer(Trainer):
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            save_checkpoint(
-                self.model, folder, optimizer, self.lr_scheduler, self.state.global_step
-            )
+            both = (None, None) if self.args.save_only_model else (optimizer, self.lr_scheduler)
+            save_checkpoint(self.model, folder, *both, self.state.global_step)
         else:
             self._scheduled.save_pretrained(folder)
         if self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)  # pyright: ignore[reportAttributeAccessIssue]
+            processor: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processor is not None:
+                processor.save_pretrained(folder)
             torch.save(self.args, Path(folder, "training_args.bin"))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -237,42 +257,86 @@ def _take_one_gpu(args: Any) -> None:
         args._n_gpu = 1
 
 
+def _require_scheduled(where: str, model: Any, instead: str) -> None:
+    """Raise SlapoError unless `model` is scheduled; `where` names the call, `instead` is the second half of the hint."""
+    if not is_scheduled(model):
+        problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
+        raise SlapoError(where, "model", problem, f"load it by AutoScheduledModel, or {instead}")
+
+
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
     """Return the name of the option that replaces the model's loss, e.g. "compute_loss_func"; "" if none does.
 
     `args` are TrainingArguments, `kwargs` the other arguments of the Trainer class `cls`.
     """
-    owner = next(c for c in cls.__mro__ if "compute_loss" in vars(c))
-    if owner is not Trainer:
-        return f"{owner.__name__}.compute_loss"
+    after = cls.__mro__[cls.__mro__.index(ScheduledTrainer) + 1 :]
+    for name, classes in {"compute_loss": cls.__mro__, "training_step": after}.items():
+        owner = next(c for c in classes if name in vars(c))
+        if owner is not Trainer:
+            return f"{owner.__name__}.{name}"
     if kwargs.get("compute_loss_func") is not None:
         return "compute_loss_func"
     return "label_smoothing_factor" if getattr(args, "label_smoothing_factor", 0) else ""
 
 
-def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tuple[Any, ...]:
-    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return (model, optimizer, *loaders).
+def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple[Any, ...]:
+    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return (model, optimizer, *others).
 
     rewrite:  accelerator.backward(model(**batch).loss)  -->  loss = model.train_step(batch)
 
     Args:
-        accelerator: an Accelerator of Accelerate.
-        model: a scheduled model; it is not wrapped, and clips by its own `clip_grad_norm_`.
+        accelerator: an Accelerator of Accelerate. Its `save_state` and `load_state` raise an error from now on.
+        model: a scheduled model; it is not wrapped, and `accelerator.clip_grad_norm_` clips by its global norm.
         optimizer: torch optimizer.
-        *loaders: data loaders; they give the ranks of one dp replica the same batches, and other replicas others.
+        *others: data loaders; they give the ranks of one dp replica the same batches, and other replicas others.
+            Learning-rate schedulers too; they step once per optimizer step, on every mesh.
     """
+    _require_scheduled("prepare", model, "call prepare(accelerator, model, optimizer, loader)")
     model._is_accelerate_prepared = True
     prepared = accelerator.prepare(model, optimizer)
     accelerator.gather_for_metrics = gather_over_dp(accelerator, model.mesh)
+    accelerator.clip_grad_norm_ = lambda parameters, max_norm: model.clip_grad_norm_(max_norm)
+    accelerator.get_state_dict = lambda model, unwrap=True: model.consolidated_state_dict()
+    for name, own in {"save_state": "save_checkpoint", "load_state": "load_checkpoint"}.items():
+        setattr(accelerator, name, partial(_refuse_state, name, own))
+    if accelerator.gradient_accumulation_steps > 1:
+        model.train_step = partial(_with_targets, model.train_step)
     with _loaders_over_dp(accelerator, model.mesh):
-        return (*prepared, *(accelerator.prepare(loader) for loader in loaders))
+        return (*prepared, *map(accelerator.prepare, others))
+
+
+def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
+    """Raise SlapoError for the method `name` of an Accelerator; the function `own` of slapo_zoo is to be used instead."""
+    problem = "Accelerate keeps the shards of rank 0 alone, of the model and of the optimizer"
+    hint = f"call slapo_zoo.{own}(model, folder, optimizer, scheduler) on all ranks"
+    raise SlapoError("Accelerator", name, problem, hint)
+
+
+def _with_targets(step: Any, batch: Any, **options: Any) -> Any:
+    """Call `step`, the `train_step` of a model; SlapoError without `targets`, as gradients of several batches would be
+    added where `accelerator.backward` averages them.
+    """
+    if options.get("targets") is None:
+        problem = "found gradient_accumulation_steps > 1 and no targets: gradients would be added, not averaged"
+        hint = "pass targets=[labels of all batches of this optimizer step]; or micro_batches= and no accumulation"
+        raise SlapoError("train_step", "targets", problem, hint)
+    return step(batch, **options)
 
 
 @contextmanager
 def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
-    """Context in which `accelerator.prepare(loader)` distributes batches over dp ranks instead of all ranks."""
+    """Context in which `accelerator.prepare` distributes a loader's batches over dp ranks instead of all ranks, and has a
+    learning-rate scheduler step once per optimizer step.
+    """
 
-    def prepare_loader(loader: Any) -> Any:
+    def prepare_one(loader: Any) -> Any:
+        if isinstance(loader, LRScheduler):
+            optimizers, both = accelerator._optimizers, accelerator.step_scheduler_with_optimizer
+            # without split_batches it would step once for each process
+            return AcceleratedScheduler(loader, optimizers, both, split_batches=True)
+        seed = getattr(loader, "worker_init_fn", None)
+        if isinstance(seed, partial) and "rank" in seed.keywords:  # Trainer's: of the process
+            loader.worker_init_fn = partial(seed, rank=mesh.coord("batch"))
         prepared = prepare_data_loader(
             loader, accelerator.device, num_processes=mesh.size("batch"), process_index=mesh.coord("batch"),
             split_batches=accelerator.split_batches, put_on_device=True,
@@ -285,7 +349,7 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    accelerator.prepare = prepare_loader
+    accelerator.prepare = prepare_one
     try:
         yield
     finally:

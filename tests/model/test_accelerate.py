@@ -1,0 +1,74 @@
+"""Calls of Accelerate around a sharded model: those that `prepare` makes right, and those that are refused."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from engine_runs import CASES
+from parity import batch_of, checkpoint
+from slapo_zoo import AutoScheduledModel, SlapoError, prepare
+
+BATCH = batch_of(CASES["gpt2"], 0)
+
+
+def refused(call):
+    with pytest.raises(SlapoError) as error:
+        call()
+    return str(error.value)
+
+
+def by_hand(folder, out):
+    """Train 2 steps with tp=2; return learning rates, norms and the texts of errors; save the model."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # state of an earlier job of this worker
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    errors = [refused(lambda: accelerator.prepare(model, optimizer))]
+    loader = torch.utils.data.DataLoader([{k: v[i] for k, v in BATCH.items()} for i in range(4)], 2)
+    errors += [refused(lambda: prepare(accelerator, loader, model, optimizer))]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
+    rates, norms = [], []
+    for batch in loader:
+        model.train_step(batch)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(schedule.get_last_lr()[0])
+    accelerator.save_model(model, out)
+    accelerator.unwrap_model(model).save_pretrained(out / "own", save_function=accelerator.save)
+    errors += [refused(lambda: accelerator.save_state(out)), refused(lambda: accelerator.load_state(out))]  # fmt: skip
+    AcceleratorState._reset_state(True)
+    prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), model, optimizer.optimizer)
+    errors += [refused(lambda: model.train_step(BATCH))]
+    loss = model.train_step(BATCH, targets=[2 * (BATCH["labels"][:, 1:] != -100).sum()])
+    return rates, norms, errors, float(loss)
+
+
+WORDS = (
+    "use slapo_zoo.ScheduledTrainer, or slapo_zoo.prepare", "found DataLoader, expected", "call slapo_zoo.save_checkpoint",
+    "call slapo_zoo.load_checkpoint", "pass targets=",
+)  # fmt: skip
+
+
+def test_accelerate_with_prepare_has_the_rates_norms_and_files_of_one_process_or_an_error(
+    tmp_path, ranks
+):
+    folder, out = checkpoint(CASES["gpt2"], tmp_path), tmp_path / "out"
+    plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    plain(**{k: v[:2] for k, v in BATCH.items()}).loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    found = ranks.run(by_hand, 2, folder, out)
+    again = transformers.GPT2LMHeadModel.from_pretrained(out / "own")
+    with torch.no_grad():
+        half = float(again(**BATCH).loss) / 2
+    for rates, norms, errors, loss in found:
+        assert all(word in error for word, error in zip(WORDS, errors, strict=True))
+        assert (*rates, norms[0], loss) == pytest.approx((1e-2 / 2, 1e-2 / 3, norm, half), rel=1e-5)
+    whole, own = (load_file(place / "model.safetensors") for place in (out, out / "own"))
+    assert {k: v.shape for k, v in whole.items()} == {k: v.shape for k, v in own.items()}
