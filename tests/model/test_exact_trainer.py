@@ -65,16 +65,17 @@ REFUSED = {
     "gradient_accumulation_steps": (2, "micro_batches=N"),
     "bf16": (True, 'precision="bf16"'),
     "label_smoothing_factor": (0.1, "the model's own loss"),
+    "per_device_train_batch_size": (3, "dataloader_drop_last=True"),  # for 16 rows
 }
 
 
 def test_trainer_in_bit_exact_mode_refuses_options_whose_results_depend_on_the_mesh(tmp_path):
-    model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path), exact={"tp": 2}, seed=3)
+    model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path), exact={"dp": 2}, seed=3)
     try:
         for name, (value, words) in REFUSED.items():
             args = arguments(tmp_path)
             setattr(args, name, value)
             with pytest.raises(SlapoError, match=words):
-                ScheduledTrainer(model=model, args=args)
+                ScheduledTrainer(model=model, args=args, train_dataset=rows())
     finally:
         model.close()

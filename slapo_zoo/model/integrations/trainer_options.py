@@ -1,5 +1,6 @@
 """Options of transformers' Trainer that a sharded model does not support, and what to do instead."""
 
+from collections.abc import Sized
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
@@ -23,13 +24,14 @@ REFUSED_EXACT = {
 IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
 
 
-def refuse_options(model: Any, args: Any, own_loss: str) -> None:
+def refuse_options(model: Any, args: Any, own_loss: str, data: Any = None) -> None:
     """Raise SlapoError for the first option that would be ignored or wrong with a sharded model.
 
     Args:
         model: a scheduled model.
         args: TrainingArguments, or None.
         own_loss: name of the option that replaces the model's loss, or "".
+        data: the data set to train on, or None.
     """
     mesh = model.mesh
     _refuse_device(mesh, getattr(args, "device", None))
@@ -38,6 +40,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
             raise _refusal(name, problem, hint)
     if is_exact(model):
         _refuse_options_of_exact(args, own_loss)
+        _refuse_short_batch(model, args, data)
         return
     if own_loss and mesh.pp > 1:
         problem = f"found pp={mesh.pp}, expected 1: only the last stage has logits for this loss"
@@ -48,9 +51,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         problem = "found a model with an adapter, for which no training checkpoint is written"
         hint = 'pass save_strategy="no"; trainer.save_model(folder) writes the adapter at the end'
         raise _refusal(f"save_strategy={saves!r}", problem, hint)
-    if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
-        problem = "with sequence_parallel a tp rank would scale the noise by its own tokens only"
-        raise _refusal("neftune_noise_alpha", problem, "load the model without sequence_parallel")
+    _refuse_parts_of_rows(model, args)
     _share_generations(mesh, args)
     optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
     if optimizer in IN_BACKWARD:
@@ -66,6 +67,20 @@ def _refuse_device(mesh: Any, device: Any) -> None:
         raise _refusal("use_cpu=False", problem, "pass use_cpu=True, or start one rank per GPU")
 
 
+def _refuse_parts_of_rows(model: Any, args: Any) -> None:
+    """Raise SlapoError for the first of the TrainingArguments `args` that takes a process for one with rows of its own."""
+    mesh = model.mesh
+    shares_rows = mesh.world_size > mesh.size("batch")
+    if getattr(args, "precompute_ref_log_probs", None) and shares_rows:
+        problem = "TRL would compute them in its constructor, with other rows on each process"
+        raise _refusal("precompute_ref_log_probs", problem, "leave it out: the reference then runs in each step")  # fmt: skip
+    divided = mesh.cp > 1 or model.schedule.state.sequence_parallel
+    if divided and getattr(args, "neftune_noise_alpha", None):
+        problem = "with sequence_parallel or cp a rank would scale the noise by its own tokens only"
+        hint = "load the model without sequence_parallel, and with cp=1"
+        raise _refusal("neftune_noise_alpha", problem, hint)
+
+
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
     """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses.
 
@@ -79,6 +94,19 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
     for name, (problem, hint) in REFUSED_EXACT.items():
         if getattr(args, name, None) != getattr(type(args), name, None):
             raise _refusal(name, problem, hint)
+
+
+def _refuse_short_batch(model: Any, args: Any, data: Any) -> None:
+    """Raise SlapoError if an epoch of `data` ends with a short batch, which has other rows on another number of dp ranks.
+
+    `model` is loaded with `exact=`, `args` are TrainingArguments. Accelerate fills the batch up on several dp ranks only.
+    """
+    keeps = args is not None and not args.dataloader_drop_last and model.virtual.dp > 1
+    if keeps and isinstance(data, Sized):
+        rows = args.per_device_train_batch_size * model.mesh.dp
+        if len(data) % rows:
+            problem = f"the last of {len(data)} rows fill no batch of {rows}, and differ between meshes then"
+            raise _refusal("dataloader_drop_last", problem, "set dataloader_drop_last=True")
 
 
 def _share_generations(mesh: Any, args: Any) -> None:
