@@ -1,12 +1,17 @@
 """TrainingArguments whose effect lies in a step: ScheduledTrainer replaces the Trainer's own step."""
 
+from types import SimpleNamespace
+
+import pytest
 import transformers
 
 from cli_runs import tokenizer
 from engine_runs import CASES
 from parity import batch_of, checkpoint
-from slapo_zoo import AutoScheduledModel, ScheduledTrainer
+from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
 from slapo_zoo.model.integrations import trainer as own
+from slapo_zoo.model.integrations.trainer_options import refuse_options
+from slapo_zoo.parallel.mesh import Mesh
 
 
 def test_scheduled_trainer_empties_the_device_cache_every_torch_empty_cache_steps(
@@ -24,6 +29,24 @@ def test_scheduled_trainer_empties_the_device_cache_every_torch_empty_cache_step
     made = ScheduledTrainer(model=model, args=args, train_dataset=rows)
     made.train()
     assert emptied == [0, 2]
+
+
+OVER_RANKS = [  # (argument, sizes of the mesh, sequence_parallel, words of the error)
+    ({"neftune_noise_alpha": 5.0}, {"cp": 2}, False, "scale the noise by its own tokens only"),
+    ({"neftune_noise_alpha": 5.0}, {"tp": 2}, True, "scale the noise by its own tokens only"),
+    ({"precompute_ref_log_probs": True}, {"tp": 2}, False, "with other rows on each process"),
+]
+
+
+@pytest.mark.parametrize(("argument", "sizes", "sequence_parallel", "words"), OVER_RANKS)
+def test_scheduled_trainer_refuses_arguments_that_take_a_process_for_a_dp_rank(
+    argument, sizes, sequence_parallel, words
+):
+    schedule = SimpleNamespace(state=SimpleNamespace(sequence_parallel=sequence_parallel))
+    own = SimpleNamespace(peft_config=None)
+    model = SimpleNamespace(mesh=Mesh(**sizes), schedule=schedule, _slapo=own)
+    with pytest.raises(SlapoError, match=words):
+        refuse_options(model, SimpleNamespace(**argument), "")
 
 
 class Counted(transformers.Seq2SeqTrainer):

@@ -5,7 +5,7 @@ gathering of results, and checkpoints.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,7 +16,6 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.utils.generic import find_labels
@@ -57,7 +56,7 @@ class ScheduledTrainer(Trainer):
         _require_scheduled("ScheduledTrainer", model, "use transformers.Trainer")
         self._own_loss = _own_loss(type(self), args, kwargs)
         _add_adapter(type(self), model, kwargs)
-        refuse_options(model, args, self._own_loss)
+        refuse_options(model, args, self._own_loss, kwargs.get("train_dataset"))
         for each in (model, kwargs.get("ref_model")):
             if is_scheduled(each):
                 each._is_accelerate_prepared = True  # not wrapped in DDP, which averages over tp
@@ -73,7 +72,7 @@ class ScheduledTrainer(Trainer):
         self._read_signature(model)
         if not self._own_loss:
             self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
-        self.accelerator.gather_for_metrics = gather_over_dp(self.accelerator, model.mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        _set_over_dp(self.accelerator, model.mesh)
         self._targets: list[float | Tensor] | None = None
         self._is_checkpoint = self._evaluates = False
 
@@ -125,10 +124,6 @@ class ScheduledTrainer(Trainer):
                 drop_last=found.drop_last,
             )  # fmt: skip
         return found
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with _loaders_over_dp(self.accelerator, self._mesh):
-            return super()._get_dataloader(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
@@ -293,16 +288,14 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple
     """
     _require_scheduled("prepare", model, "call prepare(accelerator, model, optimizer, loader)")
     model._is_accelerate_prepared = True
-    prepared = accelerator.prepare(model, optimizer)
-    accelerator.gather_for_metrics = gather_over_dp(accelerator, model.mesh)
+    _set_over_dp(accelerator, model.mesh)
     accelerator.clip_grad_norm_ = lambda parameters, max_norm: model.clip_grad_norm_(max_norm)
     accelerator.get_state_dict = lambda model, unwrap=True: model.consolidated_state_dict()
     for name, own in {"save_state": "save_checkpoint", "load_state": "load_checkpoint"}.items():
         setattr(accelerator, name, partial(_refuse_state, name, own))
     if accelerator.gradient_accumulation_steps > 1:
         model.train_step = partial(_with_targets, model.train_step)
-    with _loaders_over_dp(accelerator, model.mesh):
-        return (*prepared, *map(accelerator.prepare, others))
+    return accelerator.prepare(model, optimizer, *others)
 
 
 def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
@@ -323,17 +316,14 @@ def _with_targets(step: Any, batch: Any, **options: Any) -> Any:
     return step(batch, **options)
 
 
-@contextmanager
-def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
-    """Context in which `accelerator.prepare` distributes a loader's batches over dp ranks instead of all ranks, and has a
-    learning-rate scheduler step once per optimizer step.
+def _set_over_dp(accelerator: Any, mesh: Mesh) -> None:
+    """Have an Accelerator distribute batches over dp ranks instead of all ranks, gather each row once, and step a
+    learning-rate scheduler once per optimizer step instead of once per process.
     """
 
-    def prepare_one(loader: Any) -> Any:
-        if isinstance(loader, LRScheduler):
-            optimizers, both = accelerator._optimizers, accelerator.step_scheduler_with_optimizer
-            # without split_batches it would step once for each process
-            return AcceleratedScheduler(loader, optimizers, both, split_batches=True)
+    def prepare_loader(loader: Any, *_: Any, **__: Any) -> Any:
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
         seed = getattr(loader, "worker_init_fn", None)
         if isinstance(seed, partial) and "rank" in seed.keywords:  # Trainer's: of the process
             loader.worker_init_fn = partial(seed, rank=mesh.coord("batch"))
@@ -349,11 +339,13 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    accelerator.prepare = prepare_one
-    try:
-        yield
-    finally:
-        del accelerator.prepare
+    def prepare_scheduler(scheduler: Any) -> Any:
+        both = accelerator.step_scheduler_with_optimizer
+        return AcceleratedScheduler(scheduler, accelerator._optimizers, both, split_batches=True)
+
+    accelerator.gather_for_metrics = gather_over_dp(accelerator, mesh)
+    accelerator.prepare_data_loader = prepare_loader
+    accelerator.prepare_scheduler = prepare_scheduler
 
 
 def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
