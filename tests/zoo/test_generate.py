@@ -44,13 +44,17 @@ def root(tmp_path_factory):
 
 
 def prompts(model):
-    """Return three rows of 2, 5 and 4 tokens, padded on the left, for an encoder on the right."""
+    """Return three rows of 2, 5 and 4 tokens, padded on the left, for an encoder on the right, with labels, as
+    Seq2SeqTrainer passes them.
+    """
     rows = [[7, 31], [5, 88, 41, 6, 19], [90, 12, 3, 54]]
     pads = [[0] * (5 - len(row)) for row in rows]
     both = zip(rows, pads, strict=True)
     late = model.config.is_encoder_decoder
     ids = torch.tensor([row + pad if late else pad + row for row, pad in both])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()} | (
+        {"labels": ids} if late else {}
+    )
 
 
 def every_way(model, ways):

@@ -27,8 +27,11 @@ class LateEncoder(nn.Module):
     """
 
     def forward(self, **kwargs: Any) -> SourceTokens:
-        """Return the encoder's inputs as a dict, so that each decoder forward encodes them."""
-        return SourceTokens({k: v for k, v in kwargs.items() if isinstance(v, Tensor)})
+        """Return the encoder's inputs as a dict, so that each decoder forward encodes them; without the labels that
+        Seq2SeqTrainer passes.
+        """
+        given = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k != "labels"}
+        return SourceTokens(given)
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
