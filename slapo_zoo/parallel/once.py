@@ -1,4 +1,4 @@
-"""Refusal of second derivatives (`create_graph=True`) through custom autograd Functions.
+"""Refusal of second derivatives (`create_graph=True`) through custom autograd Functions, and of torch.func over ranks.
 
 torch's `once_differentiable` does not refuse a backward that begins at the loss, nor a second backward with
 `inputs=`, so a gradient penalty would be silently wrong.
@@ -30,3 +30,11 @@ def refuse_graph() -> None:
         problem = "a collective or kernel in this graph has a gradient, but no second derivative"
         hint = 'for second derivatives use one process, kernels="reference" and attention="eager"'
         raise SlapoError("backward", "create_graph=True", problem, hint)
+
+
+def refuse_transform() -> None:
+    """Raise SlapoError in a forward within a transform of torch.func (grad, vmap, ...), where collectives have no rule."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+        problem = "collectives and gradient hooks of a model on several ranks do not run within grad, vmap, jvp, ..."
+        hint = "take gradients by loss.backward(), for each sample by a backward of its own; or use one process"
+        raise SlapoError("forward", "a transform of torch.func", problem, hint)

@@ -129,6 +129,19 @@ def test_second_order_gradient_equals_transformers_without_loss_kernels_and_is_r
         assert "create_graph" in words
 
 
+def transformed(folder, layout):
+    model = AutoScheduledModel.from_pretrained(folder, **layout).train()
+    named = {n: p.detach() for n, p in model.named_parameters()}
+    batch = {"input_ids": IDS, "labels": IDS}
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (), batch).loss)(named)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"pp": 2}], ids=str)
+def test_torch_func_grad_of_a_model_on_several_ranks_is_refused(threads, layout, tmp_path):
+    with pytest.raises(SlapoError, match=r"torch\.func.* do not run within grad, vmap"):
+        threads.run(transformed, 2, folder_of("gpt2", tmp_path), layout)
+
+
 def replaced(folder, layout):
     """Return gradients of a forward on replaced parameters: scaled ones, and copies."""
     model = AutoScheduledModel.from_pretrained(folder, **layout).train()

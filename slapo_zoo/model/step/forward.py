@@ -27,6 +27,7 @@ from slapo_zoo.model.step.runtime import (
     takes_cache,
     tokens_divide,
 )
+from slapo_zoo.parallel.once import refuse_transform
 from slapo_zoo.parallel.ranks.heartbeat import names_of
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
@@ -47,6 +48,8 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if runtime.within_engine:
         return runtime.own_forward(model, *args, **kwargs)
     mesh = model.mesh
+    if mesh.world_size > 1:
+        refuse_transform()
     bound = inspect.signature(runtime.own_forward).bind_partial(model, *args)
     batch = with_source({**dict(list(bound.arguments.items())[1:]), **kwargs})
     stream, rows = runtime.schedule.state.random, count_rows(batch)
