@@ -63,6 +63,7 @@ class State:
     cuts: list[tuple[str, int]] = field(default_factory=list)
     partial_gradients: set[str] = field(default_factory=set)
     checkpointed: list[str] = field(default_factory=list)
+    recomputes_in_eval: bool = False  # so that `Verify` sees recomputations
     applied: dict[str, set[str]] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
     sequence_gradients: set[str] = field(default_factory=set)

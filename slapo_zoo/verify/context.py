@@ -98,7 +98,8 @@ class Verify:
             device = _device(self.device)
             for tensor in _tensors(sch.model):
                 floating = tensor.is_floating_point()
-                tensor.data = tensor.data.to(device=device, dtype=dtype if floating else None)
+                wanted = dtype if floating else None
+                tensor.data = tensor.data.to(device=device, dtype=wanted, copy=True)
             shaken(sch.model, shake)
             sch.model.train(not self.eval_mode)
             args, kwargs = _arguments(self.inputs, device, dtype)
@@ -193,7 +194,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
     mesh, model = sch.mesh, sch.model
     result = RankResult.on(mesh)
     recorder = Recorder(model)
-    with agreed_collectives(mesh, recorder), NoDropout(), recorder, _summing(sch):
+    with agreed_collectives(mesh, recorder), NoDropout(), recorder, _as_trained(sch):
         leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]
         outputs = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         loss = _loss(outputs)
@@ -208,13 +209,15 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
 
 
 @contextmanager
-def _summing(sch: Schedule) -> Iterator[None]:
-    """Context in which backwards sum partial gradients over tp, as those of the model that `build(sch)` returns."""
+def _as_trained(sch: Schedule) -> Iterator[None]:
+    """Context in which backwards recompute, in eval mode too, and sum partial gradients over tp as after `build(sch)`."""
     is_own = sch.state.plan is None and not sch.state.sums_gradients
     handles = sum_over_tp(sch.model.named_parameters(), plan_of(sch.state)) if is_own else []
+    sch.state.recomputes_in_eval = True
     try:
         yield
     finally:
+        sch.state.recomputes_in_eval = False
         for handle in handles:
             handle.remove()
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slapo_zoo
-from slapo_zoo import Verify, emulate
+from slapo_zoo import ScheduleError, Verify, emulate
 from slapo_zoo.verify import context
 from slapo_zoo.verify.report import VerifyError
 from slapo_zoo.verify.safe import NoDropout
@@ -85,6 +85,30 @@ def test_verify_and_build_sum_the_gradient_of_a_shard_that_two_ranks_hold():
         plain = SharedKeys()
     plain(*INPUTS).sin().sum().backward()
     emulate(shared_keys, plain.key.weight.grad, mesh=(4, 1, 1))
+
+
+def wrongly_recomputed():
+    with slapo_zoo.parallel.rng.layout_independent_random.drawn_from(0):
+        sch = slapo_zoo.create_schedule(two_layers())
+    column(sch)
+    row(sch)
+    with pytest.raises(ScheduleError, match="each rank has another shard of the input"):
+        sch["3"].checkpoint(policy="sharded")
+    sch["3"].replace(nn.Sequential(sch["3"].mod))  # nor is the input of this module equal on all
+    with pytest.raises(VerifyError, match=r"3\.0\.weight"), Verify(sch, INPUTS):
+        sch["3"].checkpoint(policy="sharded")
+
+
+def test_verify_context_finds_a_wrong_recomputation_in_eval_mode():
+    emulate(wrongly_recomputed, mesh=(2, 1, 1))
+
+
+def test_verify_context_restores_weights_that_a_forward_changes():
+    model = nn.Embedding(6, 4, max_norm=0.1)
+    before = model.weight.detach().clone()
+    with Verify(slapo_zoo.create_schedule(model), [torch.arange(6)]):
+        pass
+    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("eval_mode", [True, False])

@@ -16,6 +16,7 @@ from slapo_zoo.language.graph.group import group
 from slapo_zoo.language.graph.rewrite import insertion_point
 from slapo_zoo.language.graph.target import resolve
 from slapo_zoo.language.offload import SHARDED, kept_in_shares
+from slapo_zoo.language.primitives.bias_after_sum import output_of
 from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 from slapo_zoo.parallel.rng.seeds import get_cuda_rng_tracker
 
@@ -64,6 +65,10 @@ class Checkpoint(Directive):
             problem = f"found policy {self.policy!r}, expected one of {sorted(known[1:])}"
             hint = "choose one of these, or leave policy out to recompute everything"
             raise self.fail(site, problem, hint)
+        if self.policy == SHARDED and output_of(site) == "partial":
+            problem = "each rank has another shard of the input, but this policy saves equal inputs"
+            hint = "choose another policy, or checkpoint a module around this one"
+            raise self.fail(site, problem, hint)
         if self.subgraph is not None:
             for subgraph in resolve(site, self, self.subgraph):
                 insertion_point(subgraph)
@@ -103,7 +108,8 @@ def recompute_module(
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not (module.training and is_grad_enabled() and path in state.checkpointed):
+        trains = (module.training or state.recomputes_in_eval) and is_grad_enabled()
+        if not (trains and path in state.checkpointed):
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling() and policy != OFFLOAD and path not in state.offloads.paths:
             return _in_a_graph(forward, args, kwargs, POLICIES.get(policy))

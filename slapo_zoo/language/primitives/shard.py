@@ -134,6 +134,9 @@ class Shard(Directive):
                 return
             hint = "remove one of the two directives; tied parameters are sharded together"
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
+        if site.mesh.size(self.mesh_dim) > 1 and (name := self._reads_all(site.module)):
+            problem = f"{name}= of this {type(site.module).__name__} needs the unsharded tensor"
+            raise self.fail(site, problem, f"replace the module by one without {name}=")
         if self.unit < 1 or self.together < 1 or self.shared < 0:
             problem = f"found unit={self.unit}, together={self.together}, shared={self.shared}"
             raise self.fail(site, problem, "pass counts: unit and together from 1, shared from 0")
@@ -147,6 +150,12 @@ class Shard(Directive):
             )
             hint = "leave shared= out, or shard axis 0 of a Linear: shared= counts its last outputs"
             raise self.fail(site, problem, hint)
+
+    def _reads_all(self, module: Any) -> str:
+        """Return the name of an argument of an embedding that only an unsharded weight can serve; '' for none."""
+        counts = self.axis == 0 and getattr(module, "scale_grad_by_freq", False)
+        limits = getattr(module, "max_norm", None) is not None
+        return "max_norm" if limits else "scale_grad_by_freq" if counts else ""
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
         """Return whether the record `earlier` is of a tied module that shares this tensor, and has the same placement."""

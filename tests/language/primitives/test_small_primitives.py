@@ -220,14 +220,16 @@ def test_primitive_class_with_static_methods_registered_by_a_user_becomes_a_sche
             "found unit=1, together=1, keep=0",
         ),
         (lambda sch: sch["0"].cut_pipeline_stage(call=-1), "found a negative call"),
-        (lambda sch: sch["*"].mod, "mod: matches 2 modules"),
+        (lambda sch: sch["*"].mod, "mod: matches 3 modules"),
+        (lambda sch: sch["3"].shard("weight", 1), "max_norm= of this Embedding needs"),
         (lambda sch: sch["1"].checkpoint(), "'1' is a second name of the module '0'"),
         (lambda sch: sch[2].shard("weight", 1).sync("fwd_post"), "unsharded bias of this Bilinear"),
     ],
 )
 def test_directive_argument_of_wrong_type_is_refused(use, problem):
     twice = nn.Linear(4, 4)
-    sch = Schedule(nn.Sequential(twice, twice, nn.Bilinear(4, 4, 4)), Mesh(tp=2))
+    embedding = nn.Embedding(4, 4, max_norm=1.0)
+    sch = Schedule(nn.Sequential(twice, twice, nn.Bilinear(4, 4, 4), embedding), Mesh(tp=2))
     with pytest.raises(ScheduleError) as caught:
         use(sch)
     assert problem in str(caught.value)
