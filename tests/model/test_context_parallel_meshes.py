@@ -41,7 +41,7 @@ def on_mesh(case, mask, sizes, options):
 
 @pytest.mark.parametrize(("cls", "name"), list(layouts()))
 def test_context_parallel_with_tp_pp_or_dp_has_the_losses_and_gradients_of_one_process(cls, name):
-    """Losses, every gradient, the norm, and weights after three steps, with dropout, on every rank."""
+    """Losses, every gradient, the norm, and weights after two steps, with dropout, on every rank."""
     mask, sizes, options = LAYOUTS[name]
     case = case_of(cls, **({"num_hidden_layers": BLOCKS[name]} if name in BLOCKS else {}))
     found = on_mesh(case, mask, sizes, options)

@@ -85,7 +85,7 @@ def rows_of(case, mask, step=0):
     return batch
 
 
-def trained(case, mask, micro_batches=1, steps=3, folder=None, **layout):
+def trained(case, mask, micro_batches=1, steps=2, folder=None, **layout):
     """Losses of each step, gradients of the first and weights after the last, with AdamW; `folder` has the weights."""
     load, name = AutoScheduledModel.from_config, tiny_config(case)[0]
     if folder is not None:
