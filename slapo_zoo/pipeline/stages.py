@@ -261,7 +261,7 @@ class Foreign(nn.Module):
                 return own[name]
         original = self.__dict__.get("_original")
         if original is None:
-            problem = f"found no {name!r} in a placeholder of another stage's module that is not complete yet: read it after the model is loaded or copied"
+            problem = f"the module is on another pipeline stage, and its placeholder here has no {name!r} before the model is loaded or copied: read it afterwards"
             raise AttributeError(problem)
         return _readable(self.unit, name, getattr(original, name))
 

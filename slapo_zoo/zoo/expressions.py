@@ -104,24 +104,28 @@ def _value(node: ast.expr, text: str, numbers: Mapping[str, int]) -> int:
             known = ", ".join(sorted(numbers)) or "none"
             problem = f"{node.id!r} is {'no integer' if node.id in numbers else 'not known'} here"
             raise ScheduleError(
-                "arithmetic", repr(text), problem, f"use one of the known numbers: {known}"
+                "formula", repr(text), problem, f"use one of the known numbers: {known}"
             )
         return found
     if isinstance(node, ast.Constant):
         return node.value  # pyright: ignore[reportReturnType]
     assert isinstance(node, ast.BinOp)  # noqa: S101 - it was checked
-    hint = "correct the expression, or the config and mesh that its names stand for"
     left, right = (_value(side, text, numbers) for side in (node.left, node.right))
     try:
         value = _ARITHMETIC[type(node.op)](left, right)
     except ZeroDivisionError:
-        problem = f"a division by 0: {ast.unparse(node.right)} is 0"
-        raise ScheduleError("arithmetic", repr(text), problem, hint) from None
+        raise _no_value(text, numbers, f"a division by 0: {ast.unparse(node.right)} is 0") from None
     if abs(value) > MAX_NUMBER:
-        raise ScheduleError("arithmetic", repr(text), f"{value} is beyond 2**53", hint)
+        raise _no_value(text, numbers, f"{value} is beyond 2**53")
     return value
+
+
+def _no_value(text: str, numbers: Mapping[str, int], problem: str) -> ScheduleError:
+    values = (f"{n}={numbers[n]}" for n in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)))
+    hint = f"correct this formula of the schedule, or the config and mesh ({', '.join(values)})"
+    return ScheduleError("formula", repr(text), problem, hint)
 
 
 def _refused(text: str, problem: str) -> ScheduleError:
     hint = "use integers and names with + - * // % and parentheses"
-    return ScheduleError("arithmetic", f"{text!r:.80}", problem, hint)
+    return ScheduleError("formula", f"{text!r:.80}", problem, hint)

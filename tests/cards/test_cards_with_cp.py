@@ -106,7 +106,7 @@ GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 SIZES = {"tp": 1, "pp": 1, "dp": 1}
 
 
-def test_schedule_card_made_with_cp_differs_from_one_made_without_only_in_the_named_cp(tmp_path):
+def test_schedule_card_made_with_cp_differs_from_one_made_without_only_in_its_cp_size(tmp_path):
     """The program is the same for every cp; README.md names the cp that the card was made for."""
     made(GPT2, tmp_path / "whole", Mesh())
     made(GPT2, tmp_path / "cut", Mesh(cp=2))

@@ -76,7 +76,7 @@ def test_command_line_mistake_exits_with_2_and_prints_an_error_without_traceback
     assert out == "" or line.startswith("train")  # it says what it will do first
 
 
-def test_plan_command_as_json_contains_sizes_and_times(gpt2, capfd):
+def test_plan_command_as_json_contains_reads_and_memory_of_each_rank(gpt2, capfd):
     code, out, _ = run(capfd, "plan", gpt2, "--tp", 2, "--pp", 2, "--json")
     found = json.loads(out)
     assert code == 0

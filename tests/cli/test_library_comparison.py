@@ -25,7 +25,7 @@ def team(name, losses=(4.0, 3.9, 3.8), seconds=(0.1, 0.2), norm=2.0, failure="",
     )
 
 
-def test_benchmark_speed_ratios_are_computed_per_round():
+def test_benchmark_speed_ratio_divides_times_of_the_same_round():
     teams = [team("slapo_zoo", size=50), team("transformers", seconds=(0.3, 0.4))]
     found = summarize(teams, WORK, {"DTensor": "no plan"})
     assert found["green"]

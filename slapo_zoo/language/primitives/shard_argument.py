@@ -55,8 +55,8 @@ class ShardArgument(Directive):
                 return args, kwargs
             if not isinstance(x, Tensor) or x.shape[self.axis] % self.size:
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                problem = f"{self.argument!r} is {found}: expected axis {self.axis} to be a multiple of {self.size}"
-                hint = "pass the tensor as a keyword argument, with the rows of all heads"
+                problem = f"the keyword argument {self.argument!r} is {found}: expected a tensor that holds on axis {self.axis} the {self.size} heads of all ranks"
+                hint = "pass it by keyword, unsharded; its axis may repeat the heads for each row"
                 raise self.fail(site, problem, hint)
             x = collectives.reduce_backward(x, site.group(self)) if x.requires_grad else x
             rows = x.unflatten(self.axis, (-1, self.size))
