@@ -41,7 +41,7 @@ ESM = register(
             ("lm_head.decoder",                          vocab_head),           # [ceil(V/n), D], tied to word_embeddings
         ),
         blocks=("encoder.layer.*",),
-        cut_tokens={"EsmForMaskedLM": "counted"},
+        cut_tokens={"EsmForMaskedLM": "counted real"},
         defaults={
             "vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "token_dropout": True, "position_embedding_type": "rotary",
         },

@@ -46,6 +46,7 @@ def assert_same(found, want):
 
 FIELDS = {
     "trained activation": (Case("GPT2LMHeadModel", TOKENS, (("activation_function", "prelu"),)), "sp"),
+    "absolute positions": (Case("EsmForMaskedLM", TOKENS, (("position_embedding_type", "absolute"), ("token_dropout", False))), "cp2"),
     "chunks": (Case("BertForMaskedLM", TOKENS, (("chunk_size_feed_forward", 4),)), "unpadded"),
 }  # fmt: skip
 
@@ -55,7 +56,7 @@ def test_config_fields_of_modules_have_the_gradients_of_plain_transformers(
     case, layout, root, threads
 ):
     folder = checkpoint(case, root)
-    truth, ranks = plain(case, folder, torch.float64, "sdpa"), LAYOUTS[layout].get("tp", 1)
+    truth, ranks = plain(case, folder, torch.float64, "sdpa"), 2 - (layout == "unpadded")
     found = threads.run(step, ranks, folder, case, layout)[0]
     assert_same(found, (truth.losses[0], truth.grads))
 
