@@ -35,7 +35,8 @@ def _statistics_kernel(out, logits, target, N, C, stride, BLOCK: tl.constexpr):
     total = tl.sum(sums * tl.exp(highest - top), 0) + tl.sum(tl.exp(rest - top), 0)
     at = tl.load(target + row)
     picked = tl.load(start + tl.maximum(at, 0)).to(tl.float32)
-    tl.store(out + row, top + tl.log(total))
+    log_sum = top + tl.log(tl.where(total == 0.0, 1.0, total))
+    tl.store(out + row, tl.where(total == 0.0, float("-inf"), log_sum))
     tl.store(out + N + row, tl.where(at < 0, 0.0, picked))
     tl.store(out + 2 * N + row, tl.sum(plain, 0) + tl.sum(tl.where(last < C, rest, 0.0), 0))
 
