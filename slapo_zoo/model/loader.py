@@ -177,9 +177,9 @@ def _take_generation_config(model: Any, folder: Path | None) -> None:
         file = Path(folder or "") / name
         if not file.exists():
             continue
-        of_model = name == "config.json"
+        kind = {"_from_model_config": True} if name == "config.json" else {}
         try:
-            found = GenerationConfig.from_pretrained(folder, name, _from_model_config=of_model)
+            found = GenerationConfig.from_pretrained(folder, name, **kind)
         except (OSError, TypeError, ValueError) as error:
             problem = f"no generation config can be read: {str(error).strip().splitlines()[0]}"
             hint = "correct this file, or remove it: defaults hold then"

@@ -30,7 +30,7 @@ from slapo_zoo.parallel.ranks.patience import meet
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
 FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind
 COPIES = 1e-6  # relative difference allowed between gradients of dp replicas
-LOOSELY = 1e-3  # the same between tp ranks, whose kernels may add in another order
+LOOSELY = 1e-3  # the same, and of weights, between tp ranks, whose kernels may add in another order
 ALWAYS = 16  # all of the first steps are checked, then one in `input_check_interval`
 APART = {  # dim of the mesh --> problem and hint of an error about replicas
     "loss": (
@@ -96,22 +96,26 @@ class StepGuard:
         self.marks = self._marks_of(named, plan) if self._is_due(self.steps + 1) else {}
         self.trained, self.fresh = trained, True
         if averaged and self.mesh.size("loss") > 1 and not any(is_divided(p) for p in parameters):
-            self._compare_replicas(parameters, "loss")
+            self._compare_replicas(named, "loss", COPIES)
         if self.mesh.tp > 1 and self.backwards["tp"] < ALWAYS:  # later roundings may have added up
-            self._compare_replicas([*_replicated(named, plan).values()], "tp")
+            self._compare_replicas(_replicated(named, plan), "tp", LOOSELY)
 
-    def _compare_replicas(self, parameters: list[nn.Parameter], mesh_dim: str) -> None:
-        """Raise MeshError on all ranks along `mesh_dim` if replicas of some of `parameters` differ in the norm of their
-        first elements.
+    def _compare_replicas(
+        self, named: Mapping[str, nn.Parameter], mesh_dim: str, alike: float
+    ) -> None:
+        """Raise MeshError on all ranks along `mesh_dim` if replicas of some of the parameters `named` differ in the norm of
+        their first elements, by more than `alike` relative to it.
         """
         self.backwards[mesh_dim] += 1
-        some = parameters[:: max(1, len(parameters) // PROBES)][:PROBES]
+        some = dict(list(named.items())[:: max(1, len(named) // PROBES)][:PROBES])
         if not some or not self._is_due(self.backwards[mesh_dim]):
             return
-        mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
-        found = of_all(mine, self.mesh.group(mesh_dim))
-        if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
-            raise agreed(MeshError("backward", "replicas of the model", *APART[mesh_dim]))
+        norms = [p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some.values()]
+        found = of_all(torch.stack(norms), self.mesh.group(mesh_dim))
+        apart = ((found - found[0]).abs() > alike * found.abs().amax(0)).any(0)
+        if apart.any():
+            names = [name for name, is_apart in zip(some, apart.tolist(), strict=True) if is_apart]
+            raise agreed(MeshError("backward", f"replicas of {names[0]}", *APART[mesh_dim]))
 
     def _is_due(self, step: int) -> bool:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
