@@ -166,9 +166,9 @@ def backward(
     training: bool,
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels for `dy`, the gradient of `y`; return the gradients of x, weight, bias and residual
-    (empty without a residual). `y`, `mean` and `rstd` (1 / std) come from `forward`; `training` says that `mean` and
-    `rstd` are statistics of x, through which gradients flow too.
+    """Launch the backward of y = relu(norm(x) * weight + bias + residual) for `dy`; return the gradients of x [M, C], weight,
+    bias and residual (empty without one). `y`, `mean` and `rstd` (1 / std) come from `forward`; `training` says that
+    `mean` and `rstd` are statistics of x, through which gradients flow too.
     """
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape

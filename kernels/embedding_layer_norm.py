@@ -32,8 +32,8 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute BERT's embeddings [B, S, N], layer norm and dropout in torch operations (BertEmbeddings). `word`,
-    `position` and `kind` are the weights of the embeddings, `kinds` the token type ids.
+    """Compute BERT's embeddings [B, S, N], layer norm and dropout in torch operations. `word`, `position` and `kind` are the
+    weights of the embeddings, `kinds` the token type ids; `seeds` [B] draw the dropout, None drops nothing.
     """
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient

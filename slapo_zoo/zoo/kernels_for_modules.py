@@ -190,7 +190,7 @@ def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
 
 
 def measure_here(sch: Schedule, device: str) -> None:
-    """Measure the kernels that a model could use on this device, unless this user has measured them before.
+    """Time the kernels that the model of `sch` could use on this device, unless this user has timed them before.
 
     A collective call: rank 0 measures for some seconds and stores the results in the user's cache folder;
     all ranks use these results.

@@ -67,7 +67,7 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
     Args:
         axis: input axis of the weight, which is sharded.
         unit: name of the size (e.g. "head_dim") that says how many neighbouring inputs stay on one rank.
-        together: name of the size that says how many query heads share a KV head.
+        together: name of the number of query heads per KV head; a rank gets whole such groups, or parts and a copy of it.
         tokens: axis of the output that sequence parallelism shards; -1 leaves the tokens unsharded.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}

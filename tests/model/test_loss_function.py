@@ -126,7 +126,7 @@ def test_user_loss_function_that_is_not_a_mean_over_targets_is_refused_with_micr
         assert float(model.train_step(batch)) == pytest.approx(in_one_piece(function)[0], rel=1e-5)
 
 
-def test_class_weighted_loss_is_refused_when_train_step_gets_target_counts():
+def test_class_weighted_loss_is_refused_when_train_step_gets_the_number_of_targets():
     model = AutoScheduledModel.from_config(CONFIG, seed=0).train()
     model.loss_function = own(EXACT["weights"])
     with pytest.raises(MeshError, match="divides by weights"):

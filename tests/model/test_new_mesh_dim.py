@@ -135,7 +135,7 @@ def test_checkpoint_saved_with_a_user_defined_mesh_dim_resumes_with_and_without_
     assert here == [pytest.approx(alone, rel=1e-6)] * 4
 
 
-def test_mesh_dims_that_both_split_the_batch_have_the_product_of_their_sizes_as_batch_size():
+def test_mesh_dims_that_both_split_the_batch_split_it_into_the_product_of_their_sizes():
     """A role joins several dims under one name; its coordinates count the slowest dim first, and map back to ranks."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"

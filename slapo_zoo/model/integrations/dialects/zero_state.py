@@ -14,7 +14,7 @@ from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp}, or with `of` {name: of(parameter)}; a collective call over dp."""
+    """Return {name: parameter gathered over dp}; with `of`, which gathers something of a shard, {name: of(shard)}. Collective."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
