@@ -45,8 +45,8 @@ def by_hand(folder, out):
     errors += [refused(lambda: accelerator.save_state(out)), refused(lambda: accelerator.load_state(out))]  # fmt: skip
     AcceleratorState._reset_state(True)
     prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), model, optimizer.optimizer)
-    errors += [refused(lambda: model.train_step(BATCH))]
-    loss = model.train_step(BATCH, targets=[2 * (BATCH["labels"][:, 1:] != -100).sum()])
+    errors += [refused(lambda: model.train_step(BATCH, 2))]
+    loss = model.train_step(BATCH, 2, targets=[2 * (BATCH["labels"][:, 1:] != -100).sum()])
     return rates, norms, errors, float(loss)
 
 

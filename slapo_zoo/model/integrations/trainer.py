@@ -305,15 +305,15 @@ def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
     raise SlapoError("Accelerator", name, problem, hint)
 
 
-def _with_targets(step: Any, batch: Any, **options: Any) -> Any:
+def _with_targets(step: Any, batch: Any, *given: Any, **options: Any) -> Any:
     """Call `step`, the `train_step` of a model; SlapoError without `targets`, as gradients of several batches would be
     added where `accelerator.backward` averages them.
     """
-    if options.get("targets") is None:
+    if options.get("targets", next(iter(given[2:]), None)) is None:  # the third after the batch
         problem = "found gradient_accumulation_steps > 1 and no targets: gradients would be added, not averaged"
         hint = "pass targets=[labels of all batches of this optimizer step]; or micro_batches= and no accumulation"
         raise SlapoError("train_step", "targets", problem, hint)
-    return step(batch, **options)
+    return step(batch, *given, **options)
 
 
 def _set_over_dp(accelerator: Any, mesh: Mesh) -> None:
