@@ -76,7 +76,8 @@ def relative(text: str) -> str:
     text = re.sub(r"Path\(__file__\)\.parents\[\d\]", "Path(__file__).parent", text)
     inside = (ROOT / "slapo_zoo").glob("**/__init__.py")
     packages = {".".join(path.parent.relative_to(ROOT).parts) for path in inside} | {
-        "slapo_zoo.kernels"
+        "slapo_zoo.kernels",
+        "slapo_zoo.kernels.loss",
     }
 
     def flat(found: re.Match[str]) -> str:

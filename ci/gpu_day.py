@@ -34,7 +34,7 @@ LINES = 60  # lines of the table that is printed last
 
 def digest() -> str:
     """Return a digest of all kernel sources; when it changes, earlier measurements of kernels are repeated."""
-    files = sorted((ROOT / "kernels").glob("*.py"))
+    files = sorted((ROOT / "kernels").rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from slapo_zoo.dispatch.kernel_registry import kernel
-from slapo_zoo.kernels import cross_entropy
-from slapo_zoo.kernels.lm_loss import lm_loss
-from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
+from slapo_zoo.kernels.loss import cross_entropy
+from slapo_zoo.kernels.loss.lm_loss import lm_loss
+from slapo_zoo.kernels.loss.logits_on_demand import Head, LogitsOnDemand, may_defer
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
 OF_LOGITS = [(1, 40), (21, 131), (64, 1025), (0, 40)]

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from slapo_zoo.dispatch.kernel_registry import kernel, served_class
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
-from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
+from slapo_zoo.kernels.loss.logits_on_demand import Head, LogitsOnDemand, may_defer
 
 SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 

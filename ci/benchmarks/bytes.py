@@ -96,7 +96,7 @@ def launches_counted(counter: Bytes) -> Iterator[None]:
         owner = import_module(f"slapo_zoo.kernels.{module}")
         for name in [name for name in vars(owner) if name.endswith("_kernel")]:
             put(owner, name, _Counted(name, counter))
-    for name in ("norm", "activation", "cross_entropy", "lm_loss", "blocked_attention",
+    for name in ("norm", "activation", "loss.cross_entropy", "loss.lm_loss", "blocked_attention",
                  "dropout", "batch_norm_relu_add"):  # fmt: skip
         put(import_module(f"slapo_zoo.kernels.{name}"), "in_triton", lambda x: True)
     try:

@@ -80,8 +80,8 @@ def activations(dtype: torch.dtype) -> Iterator[Case]:
 
 def losses(dtype: torch.dtype) -> Iterator[Case]:
     """Yield launches of linear_cross_entropy and similar losses, on chunks of logits."""
-    from slapo_zoo.kernels import cross_entropy_triton as triton_part
-    from slapo_zoo.kernels.cross_entropy import padded_columns
+    from slapo_zoo.kernels.loss import cross_entropy_triton as triton_part
+    from slapo_zoo.kernels.loss.cross_entropy import padded_columns
 
     def run(V: int) -> None:
         logits, target = padded_columns(meta(8192, 1, dtype=dtype), 8192, V), meta(8192, dtype=INT)

@@ -20,7 +20,8 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
          torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1"}  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # options of the compiler
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = sorted(file.stem for file in (ROOT / "kernels").glob("*_triton.py"))
+MODULES = sorted(".".join(file.relative_to(ROOT / "kernels").with_suffix("").parts)
+                 for file in (ROOT / "kernels").rglob("*_triton.py"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Launch:
     """One launch of a Triton kernel, with everything that its binary depends on.
 
     Args:
-        module: name of the file in kernels/ that launched it.
+        module: name below slapo_zoo.kernels of the module that launched it ("loss.cross_entropy_triton").
         kernel: name of the kernel function.
         signature: (name, type) of each argument.
         constants: (name, value) of arguments that are part of the binary.

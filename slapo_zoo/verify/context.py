@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.hf.models import like, swap_tensors
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.gradients import sum_over_tp
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule

@@ -13,7 +13,7 @@ from mutants import (
     live,
     on_output,
 )
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 
 H, L, LAYER = "transformer.h.*", "model.layers.*", "bert.encoder.layer.*"
 DX = "mode='bwd_post'"

@@ -314,7 +314,7 @@ BUGS = [
         MIXTRAL, instead(NORM, norm_with(averaged)), "verify", "norm"),
     Bug("gradient of the loss reaches one rank's logits alone", ("modelscope/ms-swift#9947",),
         "ms-swift, GRPO on Megatron with tp > 1", "the target's log-probability is summed by a collective without a gradient",
-        GPT2, instead("slapo_zoo.kernels.cross_entropy.gradient", only_where_the_target_is), "verify", "lm_head"),
+        GPT2, instead("slapo_zoo.kernels.loss.cross_entropy.gradient", only_where_the_target_is), "verify", "lm_head"),
     Bug("averages divide by all ranks", ("meta-pytorch/torchtune#2420 (gradients scaled by the world size)",),
         "torchtune with tp beside dp", "gradients are divided by dp times tp",
         BERT, instead("slapo_zoo.model.gradients.gradient_reducer.Bucket", by_all_ranks), "verify", "every gradient", "tp2-dp2"),

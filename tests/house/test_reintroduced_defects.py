@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFECTS = "tests/house/test_known_defects.py"
 CONTEXT = "tests/verify/test_context.py"
 SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
-LOGITS, LOSS = "kernels/vocab_logits.py", "kernels/lm_loss.py"
+LOGITS, LOSS = "kernels/loss/vocab_logits.py", "kernels/loss/lm_loss.py"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import torch
 
 from kernel_checks import CONSTANT, outputs_and_gradients
 from slapo_zoo.dispatch.kernel_registry import KERNELS
-from slapo_zoo.kernels.cross_entropy import gradient, join, statistics
 from slapo_zoo.kernels.dropout_mask import mask_like
+from slapo_zoo.kernels.loss.cross_entropy import gradient, join, statistics
 
 P = 0.25
 DROPPING = [

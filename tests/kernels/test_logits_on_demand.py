@@ -115,7 +115,7 @@ def test_lm_loss_kernel_applies_the_loss_scale_while_it_computes_gradients(
     family, micro_batches, monkeypatch
 ):
     """Dividing afterwards would take another pass over the gradient of the whole vocabulary."""
-    from slapo_zoo.kernels import lm_loss as kernel
+    from slapo_zoo.kernels.loss import lm_loss as kernel
 
     seen, own = [], kernel._scaled
     monkeypatch.setattr(kernel, "_scaled", lambda t, d: seen.append(float(d)) or own(t, d))

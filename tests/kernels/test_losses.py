@@ -22,7 +22,7 @@ def whole():
 
 
 def run_parallel(smoothing):
-    from slapo_zoo.kernels.lm_loss import lm_loss
+    from slapo_zoo.kernels.loss.lm_loss import lm_loss
 
     group = dist.group.WORLD
     n, r = group_size(group), dist.get_rank()

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.kernels import cross_entropy
+from slapo_zoo.kernels.loss import cross_entropy
 from slapo_zoo.language import gradients
 from slapo_zoo.language.primitives import bias_after_sum
 from slapo_zoo.model.load.exact_trace import ExactTrace

@@ -14,7 +14,7 @@ from parity import EPS, LEARNING_RATE, ROWS, Case, batch_of, checkpoint, tiny_co
 from sharded_logits import wrapped
 from slapo_zoo import AutoScheduledModel, Mesh
 from slapo_zoo.errors import RankError
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.parallel.placement import Placement
 
 VOCAB = Placement(0, pad=True)

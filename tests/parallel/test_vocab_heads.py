@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from sharded_logits import wrapped
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 
 HEADS = {  # operation on the logits before the loss, True where they stay sharded
     "scale": (lambda x: x * 0.25, True),

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives import ForkRng, Shard, Sync
 from slapo_zoo.parallel import collectives

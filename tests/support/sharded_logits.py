@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.nn import functional
 
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 
 
 def wrapped(full):

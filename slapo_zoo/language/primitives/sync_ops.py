@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.kernels.lm_loss import lm_loss
-from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.lm_loss import lm_loss
+from slapo_zoo.kernels.loss.logits_on_demand import LogitsOnDemand
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
 from slapo_zoo.parallel import collectives

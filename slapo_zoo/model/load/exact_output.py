@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.logits_on_demand import LogitsOnDemand
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.emulation import HostedRanks

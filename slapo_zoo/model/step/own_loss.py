@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.model.gradients.weight_terms import count_once, newest
 from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS
 

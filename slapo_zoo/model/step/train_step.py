@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.hf.cut_body import own_lengths, sharding
-from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.dp.data_parallel import DataParallel
 from slapo_zoo.model.dp.dp_shard import Sharded

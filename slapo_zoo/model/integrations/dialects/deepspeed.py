@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
+from slapo_zoo.kernels.loss.logits_on_demand import make_logits_at_once
 from slapo_zoo.model.dp.data_parallel import (
     sum_partial_gradients_in_backward,
     use_engine,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.dispatch.choose_kernel import in_triton
 from slapo_zoo.dispatch.kernel_registry import operator
-from slapo_zoo.kernels import cross_entropy
+from slapo_zoo.kernels.loss import cross_entropy
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import require_indices
 from slapo_zoo.parallel.once import once

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.kernels.lm_loss import lm_loss
-from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis, sizes_before
+from slapo_zoo.kernels.loss.lm_loss import lm_loss
+from slapo_zoo.kernels.loss.vocab_logits import VocabLogits, keeps_last_axis, sizes_before
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.heartbeat import names_of

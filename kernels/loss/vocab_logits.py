@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from slapo_zoo.kernels.lm_loss import lm_loss, own_columns
+from slapo_zoo.kernels.loss.lm_loss import lm_loss, own_columns
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 

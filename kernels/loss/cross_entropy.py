@@ -40,7 +40,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
         target: [N], the target's column in `logits`, or -1 if it is in another shard or ignored.
     """
     if in_triton(logits):
-        from slapo_zoo.kernels import cross_entropy_triton
+        from slapo_zoo.kernels.loss import cross_entropy_triton
 
         return cross_entropy_triton.statistics(_by_row(logits), target)
     out = logits.new_zeros((3, len(logits)), dtype=wide_dtype(logits))
@@ -115,7 +115,7 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
     """Overwrite the logits [N, C] by their gradient and return them; the arguments are those of `gradient`."""
     if in_triton(logits):
-        from slapo_zoo.kernels import cross_entropy_triton
+        from slapo_zoo.kernels.loss import cross_entropy_triton
 
         with torch.cuda.device_of(logits):  # of an operator, or of an autograd function
             return cross_entropy_triton.gradient_(logits, target, log_sum, d_statistics)
