@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
          ".parquet": "parquet"}  # fmt: skip
+VERSION = 2  # of the rows that Encoder makes: rows cached under another number are not read
 MOST_CLASSES = 100_000  # a column with larger numbers holds ids, not classes
 
 
@@ -206,13 +207,17 @@ class Encoder:
     Args:
         task: task that makes tokens and labels.
         columns: role of an input, e.g. "text" --> name of the column that holds it.
+        classes: names of the classes whose numbers the data hold as labels, if the data name them.
     """
 
     task: Task
     columns: Mapping[str, str]
+    classes: tuple[str, ...] = ()
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
-        """Return {name: values} of tokens and labels for `batch`, raw columns; rows without a token are dropped."""
+        """Return {name: values} of tokens and labels for `batch`, raw columns; rows without a token, in one of their texts,
+        are dropped.
+        """
         found = {role: list(batch[name]) for role, name in self.columns.items()}
         for role, held in found.items():
             wanted = self.task.kinds.get(role, "a text")
@@ -221,9 +226,11 @@ class Encoder:
                 column = f"column {self.columns[role]!r}"
                 hint = f"correct this column, or name another one as {role}"
                 raise DataError("data", column, problem, hint)
+            if "class" in wanted:
+                found[role] = [_named_in(self.classes, one) for one in held]
         encoded = self.task.encode(found)
-        tokens = [column for name, column in encoded.items() if name.endswith("input_ids")]
-        kept = [i for i, row in enumerate(zip(*tokens, strict=True)) if all(map(len, row))]
+        rows = enumerate(zip(*encoded.values(), strict=True))
+        kept = [i for i, row in rows if all(len(x) for x in row if isinstance(x, Sized))]
         return {name: [column[i] for i in kept] for name, column in encoded.items()}
 
     def fingerprint(self, data: str) -> str:
@@ -232,9 +239,18 @@ class Encoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))  # fmt: skip
         fields = sorted((k, repr(v)) for k, v in vars(self.task).items() if k != "tokenizer")
-        text = repr((data, type(self.task).__name__, words, tokenizer.special_tokens_map, fields,
-                     sorted(self.columns.items())))  # fmt: skip
+        text = repr((VERSION, data, type(self.task).__name__, words, tokenizer.special_tokens_map, fields,
+                     sorted(self.columns.items()), *self.classes))  # fmt: skip
         return digest(text)[:32]
+
+
+def _named_in(classes: Sequence[str], label: Any) -> Any:
+    """Return the name in `classes` of a label that is its index, or the names for a list of labels; other labels unchanged."""
+    if isinstance(label, list):
+        return [_named_in(classes, one) for one in label]
+    return (
+        classes[int(label)] if not isinstance(label, str) and 0 <= label < len(classes) else label
+    )
 
 
 def has_all(row: Columns, names: Sequence[str]) -> bool:
@@ -255,7 +271,8 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
         raise DataError(
             "data", "columns", problem, "name others by columns=, or fill in empty values"
         )
-    encoder = Encoder(task, columns)
+    label = next((columns[role] for role, kind in task.kinds.items() if "class" in kind), None)
+    encoder = Encoder(task, columns, () if label is None else own_names(data, label))
     key = encoder.fingerprint(data._fingerprint)
     with _one_by_one(whole, key):
         rows = data.map(encoder, batched=True, remove_columns=data.column_names, new_fingerprint=key)  # fmt: skip
@@ -310,14 +327,19 @@ class Source:
             yield from data
 
 
-def class_names(data: Any, column: str) -> tuple[str, ...]:
-    """Return the names of the classes in the column `column` of the data set `data`; a name's index is the class id.
-    The column holds labels, or lists of labels.
-    """
+def own_names(data: Any, column: str) -> tuple[str, ...]:
+    """Return the names that the data set `data` itself has for the class numbers in its column `column`; () if it has none."""
     feature = data.features[column]
-    feature = getattr(feature, "feature", feature)
-    if hasattr(feature, "names"):
-        return tuple(feature.names)
+    return tuple(getattr(getattr(feature, "feature", feature), "names", ()))
+
+
+def class_names(data: Any, column: str, own: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the names of the classes in the column `column` of the data set `data`; a name's index is the class id.
+    The column holds labels, or lists of labels. `own` are the names of the classes that the model's head knows, if it
+    was trained before: labels that are numbers below their count are ids of these.
+    """
+    if names := own_names(data, column):
+        return names
     held = [one if isinstance(one, list) else [one] for one in data[column]]
     found: set[Any] = {one for several in held for one in several} - {None}
     found = {int(x) if isinstance(x, float) and x % 1 == 0 else x for x in found}
@@ -325,7 +347,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
         problem = f"found one class, {found.pop()!r}, expected at least two"
         raise DataError("data", column, problem, "give rows of at least two classes")
     if all(isinstance(one, int) for one in found):
-        return _names_of_numbers(found, column)
+        return own if max(found, default=0) < len(own) else _names_of_numbers(found, column)
     if all(isinstance(one, str) for one in found):
         return tuple(sorted(found))
     examples = {type(one).__name__: repr(one) for one in sorted(found, key=repr, reverse=True)}

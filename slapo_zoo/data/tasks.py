@@ -236,7 +236,7 @@ class Labelled(Task):
     def settings(self) -> dict[str, Any]:
         names = dict(enumerate(self.names))
         return {"num_labels": len(names), "id2label": names, "label2id": {v: k for k, v in names.items()},
-                "pad_token_id": pad_id(self.tokenizer)}  # fmt: skip
+                "pad_token_id": pad_id(self.tokenizer), "problem_type": None}  # fmt: skip
 
 
 @dataclass(frozen=True)

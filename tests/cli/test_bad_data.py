@@ -1,9 +1,11 @@
 """Unusable data: each kind is an error in four parts; rows with gaps are dropped with a message."""
 
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+from datasets import ClassLabel, Dataset
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
@@ -223,3 +225,9 @@ def test_class_label_ids_in_training_are_those_of_the_checkpoint_config(place, t
     inputs = read_inputs(*resolved(options))
     assert inputs.batches.task.names == ("c", "b", "a")
     assert inputs.batches.rows[[0, 1]]["labels"] == [2, 0]
+    numbers = read_inputs(*resolved(replace(options, data=str(place / "few.csv"))))
+    assert numbers.batches.task.names == ("c", "b", "a")
+    named = Dataset.from_dict({"text": ["to", "be"], "label": [0, 1]})
+    named.cast_column("label", ClassLabel(names=["a", "c"])).to_parquet(tmp_path / "named.parquet")
+    inputs = read_inputs(*resolved(replace(options, data=str(tmp_path / "named.parquet"))))
+    assert inputs.batches.rows["labels"] == [2, 0]

@@ -289,6 +289,9 @@ def test_tagging_translation_and_pair_tasks_collate_the_expected_labels_and_inpu
     )
     assert batch["labels"].shape == (2, 3)
     assert batch["labels"][1].tolist() == [*words("x")["input_ids"], IGNORED, IGNORED]
+    found = read.Encoder(seq, {"source": "a", "target": "b"})({"a": ["to", "be"], "b": ["", "x"]})
+    assert found["labels"] == words(["x"])["input_ids"]
+    assert Classify(words, 64, names=("a", "b")).settings()["problem_type"] is None
     pairs = Pairs(words, 64)
     batch = pairs.collate(
         pairs.encode({"anchor": ["to", "be"], "positive": ["or", "not"]}), GENERATOR()

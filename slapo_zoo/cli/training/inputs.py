@@ -96,8 +96,13 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)
-        found = read.class_names(data, columns["label" if cls is Classify else "tags"])
         own = tuple(config.id2label[number] for number in sorted(config.id2label))
+        is_trained = any(
+            f"AutoModel{name[name.rfind('For') :]}" == cls.head
+            for name in config.architectures or ()
+        )
+        column = columns["label" if cls is Classify else "tags"]
+        found = read.class_names(data, column, own if is_trained else ())
         more["names"] = own if set(found) <= set(own) else found
     if cls is Translate:
         more["target_len"] = options.target_len or options.seq_len or 128
