@@ -303,7 +303,7 @@ def test_train_command_prints_the_same_losses_on_every_mesh(family, request, tex
 
 
 def test_train_command_refuses_invalid_arguments_before_loading_the_model(
-    gpt2, text, tmp_path, capsys, monkeypatch
+    gpt2, bert, text, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
@@ -315,6 +315,8 @@ def test_train_command_refuses_invalid_arguments_before_loading_the_model(
         capsys, *start, text, "--dp", 2, "--micro-batches", 3
     )
     assert "the model has 64 positions" in failure(capsys, *start, text, "--seq-len", 65)
+    ahead = failure(capsys, "train", bert, "--data", text, "--task", "causal")
+    assert "task=causal: found bert with is_decoder=false" in ahead
     assert "expected auto, cpu or cuda" in failure(capsys, *start, text, "--device", "tpu")
     (tmp_path / "notes.txt").write_text("mine")
     assert "is no checkpoint" in failure(capsys, *start, text, "--output", tmp_path)

@@ -63,6 +63,7 @@ WRONG = {
     "report_to: [[a]]": "expected a list of texts",
     "columns: {text: 3}": "found {'text': 3}, expected a mapping of names",
     "load: {1: 2}": "expected a mapping of names",
+    "load: 3\nzero_stage: 2": "load: found 3, expected a mapping",
     "output: ''": "found an empty text",
     "seed: -1": "found -1, expected at least 0",
 }
@@ -302,6 +303,7 @@ def test_unknown_key_under_load_in_the_train_config_raises_and_names_the_nearest
             {"output": "o", "log_file": "o/log"},
             "log_file: found o/log, which is the path of output",
         ),
+        ({"output": "m"}, "output: found m, which is the path of model"),
         ({"output": "notes/o"}, "--output: .*notes cannot be written to"),
         ({"output": "."}, "--output: found .* the working directory"),
         ({"output": "old"}, "--output: found a folder that is no checkpoint"),

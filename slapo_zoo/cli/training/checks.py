@@ -65,6 +65,11 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     config = checkpoint_config(options.model)
     check_load(options.load, config)
     task = task_of(config, options.task)
+    looks_ahead = (
+        task == "causal" and task_of(config) == "masked" and not options.load.get("is_decoder")
+    )
+    problem = f"found {config.model_type} with is_decoder=false: a token sees the next one, which it is to predict"
+    _require(not looks_ahead, "task=causal", problem, "add load: {is_decoder: true}, or choose task masked")  # fmt: skip
     if task == "pairs":
         check_pairs(options)
     check_mesh(mesh, options, TASKS[task].head, config)
@@ -115,13 +120,17 @@ def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
 
 
 def check_places(options: TrainOptions) -> None:
-    """Raise an error for an output path that is not writable, or that equals or lies in the path of another
-    option (output, data, ...): a save replaces its whole folder.
+    """Raise an error for an output path that is not writable, that equals or lies in the path of another
+    option (output, data, ...), or for an output that is the folder of the model: a save replaces its whole folder.
     """
-    named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data")}
+    named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data", "model")}
     places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
     for name, other in itertools.permutations(places, 2):
-        if name in WRITTEN and places[name].is_relative_to(places[other]):
+        if other == "model":  # it may be a checkpoint to resume, and a folder in it stays in it
+            is_taken = name in ("output", "best") and places[name] == places[other]
+        else:
+            is_taken = name in WRITTEN and places[name].is_relative_to(places[other])
+        if is_taken:
             problem = f"found {named[name]}, which is the path of {other} or lies in it"
             hint = f"name a path outside of {other}, e.g. runs/best or runs/log"
             raise ConfigError("train", name, problem, hint)

@@ -227,7 +227,8 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         given = {**held, **given, "trainer": {}}
     given = {str(key): value for key, value in given.items()}
     if stage := given.pop("zero_stage", None):  # of the layout, as in every other command
-        given["load"] = {**(given.get("load") or {}), "zero_stage": stage}
+        load = given.get("load") or {}
+        given["load"] = {**load, "zero_stage": stage} if isinstance(load, Mapping) else load
     now = {key: RENAMED.get(key, key) for key in given}
     _warn(where, [f"{key} is called {new} now" for key, new in now.items() if key != new])
     if twice := [(key, new) for key, new in now.items() if key != new and new in given]:
