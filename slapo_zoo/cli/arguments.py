@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -71,7 +70,7 @@ def command(
         data, text, *status = outcome
         if as_json or text:
             text = json.dumps(data, indent=1, default=str) if as_json else text
-            sys.stdout.write(f"{text}\n")
+            typer.echo(text)  # flushed here, where a closed pipe ends the command quietly
         if status:
             raise status[0] if isinstance(status[0], Exception) else typer.Exit(status[0])
 

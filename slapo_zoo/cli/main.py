@@ -1,6 +1,8 @@
 """Entry point of `slapo-zoo`: its commands, and old names of flags."""
 
+import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -65,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command in `arguments` (None: sys.argv); print expected errors without a traceback."""
     state = SimpleNamespace(debug=False)
     logging.getLogger("DeepSpeed").addFilter(_away_from_stdout)
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is None:  # closed, as by some schedulers of jobs
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):  # it may lack letters of a path
+            stream.reconfigure(errors="backslashreplace")
     with readable_errors(state):
         app(renamed(sys.argv[1:] if arguments is None else arguments), obj=state)
 

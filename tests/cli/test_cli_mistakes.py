@@ -1,5 +1,6 @@
 """Mistakes on the command line: exit status 2 and an error in four parts, never a traceback, before any work."""
 
+import io
 import json
 import os
 import re
@@ -42,7 +43,8 @@ MISTAKES = {
     "plan MODEL --dp 4 --dp-shard 3": "does not divide dp=4",
     "calibrate none/here.json": "found no folder",
     "plan MODEL --gpus 2 --batch 4 --write none/plan.json": "found no folder",
-    "card make gpt2 FILE": "File exists",
+    "card make gpt2 FILE": "card: FILE: the card cannot be written: File exists",
+    "tune gpt2 --card FILE": "card: FILE: no such folder",
     "plan MODEL --seq 65": "the model has 64 positions",
     "bench MODEL --seq-len 65": "the model has 64 positions",
     "plan MODEL --pp 2 --pipeline-order 1fb": "no such order",
@@ -131,6 +133,23 @@ def test_bench_kernels_command_prints_its_rows_as_json(capfd, monkeypatch):
     )
     _, out, _ = run(capfd, "bench", "kernels", "--only", "bias_relu", "--json")
     assert json.loads(out) == [row]
+
+
+def test_command_writes_to_a_closed_stdout_or_one_of_another_encoding_without_traceback(
+    tmp_path, monkeypatch
+):
+    """A pipe that its reader has closed ends the command with status 1, as in other programs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    bytes_written = io.BytesIO()
+    for raw, code in ((None, 0), (bytes_written, 0), (io.FileIO(writer, "w"), 1)):
+        out = None if raw is None else io.TextIOWrapper(raw, encoding="koi8-r")
+        monkeypatch.setattr(sys, "stdout", out)
+        words = ("--model", "m", "--data", "d", "--task", "causal", "--ranks", "1")
+        with pytest.raises(SystemExit) as caught:
+            main(["init", str(tmp_path / f"é{code}{raw is None}.yaml"), *words])
+        assert (caught.value.code or 0) == code
+    assert b"\\xe90False.yaml is written" in bytes_written.getvalue()
 
 
 HEADS = {
