@@ -73,6 +73,7 @@ def bench(
         if pp == 1:
             problem = "with --pp 1 there is no pipeline to trace"
             raise MeshError("bench", "--pipeline-trace", problem, "use --pp 2 or more")
+        pipeline_trace.mkdir(parents=True, exist_ok=True)
     dp, tokens = data_parallel_size(tp, pp, dp), row_length(seq_len, checkpoint_config(model))
     load = {"name_or_path": model, "tp": tp, "pp": pp, "dp": dp, "pipeline_order": pipeline_order,
             "micro_batches": micro_batches, "device": device_named(device)}  # fmt: skip
@@ -104,7 +105,6 @@ def _traced(spans: Any, folder: Path | None, title: str) -> str:
     from slapo_zoo.pipeline.timeline import bubble
     from slapo_zoo.pipeline.trace_files import draw, write_chrome_trace
 
-    folder.mkdir(parents=True, exist_ok=True)
     write_chrome_trace(spans, folder / "trace.json")
     draw(spans, folder / "trace.png", title)
     return f"\nbubble {bubble(spans):.1%}; {folder / 'trace.json'}, {folder / 'trace.png'}"

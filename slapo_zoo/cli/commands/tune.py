@@ -40,12 +40,19 @@ def tune(
     Each configuration is measured in a process of its own. Reports distinguish out of memory, a crash, a
     time-out, wrong numbers and slowness. A configuration whose result is in --db is not measured again.
     """
+    from slapo_zoo.pipeline.trace_files import require_matplotlib
     from slapo_zoo.tune import tuning_report as show
     from slapo_zoo.tune.database import Database
     from slapo_zoo.tune.strategies import find_strategy
     from slapo_zoo.tune.tuner import Limits, Tuner
+    from slapo_zoo.zoo.cards.card import read_card
 
     strategy = find_strategy(search)
+    if output is not None:
+        require_matplotlib()
+        output.mkdir(parents=True, exist_ok=True)
+    if card is not None:
+        read_card(card)
     grid, measure, scope, (prior, refused) = _of_model(
         model, symbol or [], change or [], gpus, seq_len, dtype, device, memory, timeout, plan
     )
@@ -60,7 +67,6 @@ def tune(
     ).run()
     lines = [show.as_text(found)]
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         show.write_csv(found, output / "trials.csv")
         show.draw_trace(found, output / "trace.png")
         show.draw_surface(found, grid, output / "surface.png")
@@ -69,9 +75,7 @@ def tune(
         return show.as_json(found), "\n".join(lines), _nothing_ran(found, refused)
     lines.append(f"best: {show.line_of(best)}")
     if card is not None:
-        from slapo_zoo.tune.tuning_report import record
-
-        record(card, scope, best.point, best.outcome)
+        show.record(card, scope, best.point, best.outcome)
         lines.append(f"noted in {card / 'tuning.json'}")
     return show.as_json(found), "\n".join(lines)
 

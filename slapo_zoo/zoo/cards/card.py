@@ -99,15 +99,22 @@ class Card:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the card's files into a folder; raise CardError first if the folder holds other files than a card's."""
+        """Write the card's files into a folder. CardError is raised first if the folder holds other files than a card's,
+        or if it cannot be written to.
+        """
         contents = self.contents()
         _check_page(self.program, contents[files.README])
-        folder.mkdir(parents=True, exist_ok=True)
-        files.names_of(folder)
-        for name, data in contents.items():
-            part = folder / f".git-part-{name}"  # a name that no card has
-            part.write_bytes(data)
-            os.replace(part, folder / name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files.names_of(folder)
+            for name, data in contents.items():
+                part = folder / f".git-part-{name}"  # a name that no card has
+                part.write_bytes(data)
+                os.replace(part, folder / name)
+        except OSError as error:
+            problem = f"the card cannot be written: {error.strerror} ({error.filename})"
+            hint = "name a folder, new or of a card, in which you may write"
+            raise CardError("card", str(folder), problem, hint) from error
 
 
 def read_card(folder: Path, root: Path | None = None) -> Card:
