@@ -238,9 +238,8 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
         """
         stem = saved_stem(kwargs, Push.ALLOWED if push_to_hub else ())
         if self._slapo.adapters:
-            self._save_adapter_alone(
-                save_directory, push_to_hub, dtype is not None or stem != "model"
-            )
+            changed = dtype is not None or stem != "model"
+            self._save_adapter_alone(save_directory, push_to_hub, changed, check_finite)
             return
         push = Push(Path(save_directory), kwargs) if push_to_hub else None
         keys = self._slapo.keys

@@ -71,7 +71,7 @@ def save_folder(
         rows: name --> which rows of this rank's tp shard its local tensor has under ZeRO; None without ZeRO.
         check_finite: raise when NaN or infinite weights would replace an older checkpoint.
     """
-    save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
+    save = _Save(Path(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
     save.finite = [spec.name for spec in specs] if check_finite else []
     if differs := unlike(together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))):
@@ -89,7 +89,7 @@ def save_folder(
 def _resolved(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle; a null character
         hint = "pass another path"
         raise WeightsError(str(folder), "", f"cannot be used as a folder: {error}", hint) from error
 
@@ -117,39 +117,27 @@ class _Save:
         self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
         self.replaced, self.layout = _replaced_by(next(iter(sets))), Layout()
-        self.staging = Staging(target, replaced=self.replaced)
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
         """Plan the files and check this rank's tensors; return a digest of the plan, which must be equal on all ranks."""
+        self.target = _resolved(self.target)
+        self.staging = Staging(self.target, replaced=self.replaced)
         for stem, specs in self.sets.items():
             self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
         for spec in self.specs:
             _check_spec(spec, self.local, self.mesh, self.rows.get(spec.name))
-        old = self.target.iterdir() if self.target.is_dir() else ()
+        with self._io_errors():
+            old = list(self.target.iterdir()) if self.target.is_dir() else ()
         if any(self.replaced.fullmatch(file.name) for file in old):
-            self._require_finite()
+            held = {n: self.local[n] for n in self.finite if n in self.local}
+            require_finite(self.target, held)
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors without a spec (TensorSpec), expected none"
             hint = "add no parameters after the load, or pass their TensorSpecs in `specs`"
             raise WeightsError(STEP, min(strange), problem, hint)
         return digest(self.layout, self.specs)
-
-    def _require_finite(self) -> None:
-        """Raise WeightsError if this rank's shard of a weight has NaN or infinity; the device is awaited only once."""
-        held = {n: self.local[n].detach() for n in self.finite if n in self.local}
-        held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
-        if not held:
-            return
-        ends = torch.stack([torch.stack(x.aminmax()).float() for x in held.values()])
-        good = torch.isfinite(ends).all(-1).tolist()
-        if bad := [name for name, is_good in zip(held, good, strict=True) if not is_good]:
-            problem = (
-                f"found NaN or infinity in {len(bad)} tensors, and an older checkpoint is there"
-            )
-            hint = "resume from it, it is unchanged; check_finite=False or another folder saves these weights"
-            raise WeightsError(str(self.target), bad[0], problem, hint)
 
     def create(self) -> str:
         """Create the temporary folder and its files in full size on rank 0 (a full disk fails now); return its path."""
@@ -234,6 +222,25 @@ class _Save:
             elif isinstance(error, FileNotFoundError) and self.mesh.world_size > 1:
                 hint += "; do all ranks see it under this path? save to a file system they share"
             raise WeightsError(str(self.target), error.filename or "", problem, hint) from error
+
+
+def require_finite(target: Path, local: Mapping[str, Tensor]) -> None:
+    """Raise WeightsError if one of the tensors `local`, which shall replace the older checkpoint in the folder `target`,
+    has NaN or infinity; the device is awaited only once.
+    """
+    held = {n: x.detach() for n, x in local.items()}
+    held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
+    if not held:
+        return
+    small = {
+        n: x.float() if x.itemsize == 1 else x for n, x in held.items()
+    }  # 8-bit floats have no order
+    ends = torch.stack([torch.stack(x.aminmax()).double() for x in small.values()])
+    good = torch.isfinite(ends).all(-1).tolist()
+    if bad := [name for name, is_good in zip(held, good, strict=True) if not is_good]:
+        problem = f"found NaN or infinity in {len(bad)} tensors, and an older checkpoint is there"
+        hint = "resume from it, it is unchanged; check_finite=False or another folder saves these weights"
+        raise WeightsError(str(target), bad[0], problem, hint)
 
 
 def _check_spec(

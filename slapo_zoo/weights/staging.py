@@ -202,7 +202,7 @@ def _exchange(path: Path, target: Path) -> None:
     os.rename(target, previous)
     try:
         os.rename(path, target)
-    except OSError:
+    except BaseException:
         os.rename(previous, target)
         raise
     os.rename(previous, path)
@@ -229,9 +229,12 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file, or the names in a folder, to disk; some file systems cannot flush a folder."""
     fileno = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fileno)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP) or not path.is_dir():
+            raise
     finally:
         os.close(fileno)

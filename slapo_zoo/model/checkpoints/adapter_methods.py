@@ -9,6 +9,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints import adapters
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
+from slapo_zoo.weights.adapter_files import save_adapter_files
 
 
 class Adapts:
@@ -62,15 +63,23 @@ class Adapts:
         for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
             self._slapo.adapters.pop(name, None)
 
-    def save_adapter(self, save_directory: Any, adapter_name: str | None = None) -> None:
+    def save_adapter(
+        self, save_directory: Any, adapter_name: str | None = None, check_finite: bool = True
+    ) -> None:
         """Write an adapter, with unsharded matrices, as plain peft loads it; a collective call of all ranks.
 
         Args:
             save_directory: folder to write: new, empty, or of an older adapter; it is replaced by one rename.
             adapter_name: name of the adapter; None takes the active one.
+            check_finite: refuse to replace an older adapter by matrices with NaN or infinity.
         """
         with rank_guard("save_adapter"):
-            adapters.save_adapter(self, Path(save_directory), self._adapter(adapter_name))
+            name = self._adapter(adapter_name)
+            full, write = (
+                adapters.consolidated_adapter(self, name),
+                self.peft_config[name].save_pretrained,
+            )
+            save_adapter_files(self.mesh, Path(save_directory), full, write, check_finite)
 
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
@@ -110,7 +119,9 @@ class Adapts:
     def peft_config(self) -> None:
         self._slapo.peft_config = None
 
-    def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool, changed: bool) -> None:
+    def _save_adapter_alone(
+        self, save_directory: Any, push_to_hub: bool, changed: bool, check_finite: bool
+    ) -> None:
         if push_to_hub:
             problem = "the model has an adapter, which this call cannot upload"
             hint = "save_pretrained(folder), then huggingface_hub.HfApi().upload_folder(...)"
@@ -120,4 +131,4 @@ class Adapts:
                 "the model has an adapter, which is written in its own dtype, without a variant"
             )
             raise SlapoError("save_pretrained", "dtype= or variant=", problem, "leave both out")
-        self.save_adapter(save_directory)
+        self.save_adapter(save_directory, check_finite=check_finite)

@@ -35,7 +35,7 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.device_seeds import mix
 from slapo_zoo.parallel.stand_ins import standing_in
 from slapo_zoo.pipeline.stages import held_here
-from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
+from slapo_zoo.weights.adapter_files import CONFIG, open_adapter
 from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.load_rank_slices import load_tensors
 
@@ -134,13 +134,6 @@ def saved_config(folder: Path, is_trainable: bool) -> Any:
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = not is_trainable
     return config
-
-
-def save_adapter(model: Any, folder: Path, name: str) -> None:
-    """Write the adapter `name` to `folder` as peft reads it, its matrices unsharded; a collective call of all ranks."""
-    full = consolidated_adapter(model, name)
-    config = model.peft_config[name]
-    save_adapter_files(model.mesh, folder, full, config.save_pretrained)
 
 
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
