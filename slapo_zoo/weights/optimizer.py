@@ -26,11 +26,45 @@ SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 Record = dict[str, Any]
 
 
+class Several:
+    """Several optimizers (e.g. Muon for matrices, AdamW for the rest), or schedulers, that a checkpoint saves as one."""
+
+    def __init__(self, each: Sequence[Any]):
+        self.each = list(each)
+        self.param_groups = [g for one in self.each for g in getattr(one, "param_groups", ())]
+        self.state = {p: s for one in self.each for p, s in getattr(one, "state", {}).items()}
+
+    def give_state(self) -> None:
+        """Give each optimizer the entries of `state` for its own parameters, in place of the state that it has."""
+        for one in self.each:
+            own = {p for group in one.param_groups for p in group["params"]}
+            one.state.clear()
+            one.state.update({p: kept for p, kept in self.state.items() if p in own})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all schedulers, by their index as text."""
+        return {str(i): one.state_dict() for i, one in enumerate(self.each)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each scheduler its entry of `state`, which `state_dict` of as many schedulers returned."""
+        for i, one in enumerate(self.each):
+            one.load_state_dict(state[str(i)])
+
+
+def as_one(given: Any) -> Any:
+    """Return `Several` for a list or tuple of optimizers or schedulers; any other value as it is."""
+    return Several(given) if isinstance(given, list | tuple) else given
+
+
+def _class_of(optimizer: Any) -> str:
+    return "+".join(type(one).__name__ for one in getattr(optimizer, "each", [optimizer]))
+
+
 def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str, Tensor]]:
     """Return this rank's optimizer as (JSON record with "class", "groups" and "state", state tensors by name in files).
 
     Args:
-        optimizer: a torch optimizer.
+        optimizer: a torch optimizer, or `Several`.
         names: `id(parameter)` --> its name in the checkpoint.
     """
     groups, state, tensors = [], {}, {}
@@ -41,7 +75,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
         for p, name in zip(group["params"], held, strict=True):
             if remembered := optimizer.state.get(p):
                 state[name] = _state_json(name, p, remembered, tensors)
-    return {"class": type(optimizer).__name__, "groups": groups, "state": state}, tensors
+    return {"class": _class_of(optimizer), "groups": groups, "state": state}, tensors
 
 
 def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
@@ -178,7 +212,6 @@ class Restored:
         _check_kind(optimizer, record)
         for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
             allowed = set(saved["names"])
-            _check_state(saved["names"], record["state"])
             _check_options(decode(saved["options"]), group)
             for p in group["params"]:
                 name = _name_of(p, names, LOAD)
@@ -228,7 +261,7 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
             problem = f"the saved group has an option {name!r}, the given optimizer's has none"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
-        if None not in (value, ours) and _kinds(value) != _kinds(ours):
+        if None not in (value, ours) and kinds(value) != kinds(ours):
             problem = f"the checkpoint has {value!r:.60}, expected a value like {ours!r:.60}"
             hint = "copy the checkpoint again: its file may be damaged"
             raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
@@ -239,26 +272,15 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
             raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
 
 
-def _kinds(value: Any) -> Any:
+def kinds(value: Any) -> Any:
     """Return the kind of an option's value, to compare options; floats, integers and tensors are all "number"."""
     if isinstance(value, tuple | list):
-        return [_kinds(one) for one in value]
+        return [kinds(one) for one in value]
     return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip
 
 
-def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """Raise WeightsError if parameters of one group, `names`, have optimizer states with different entries."""
-    found = {name: state[name].keys() for name in names if state.get(name)}
-    most = max(found.values(), key=len, default=())
-    for name, keys in found.items():
-        if keys != most:
-            problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the rest of its group"
-            hint = "copy the checkpoint again: training_state.json may be damaged"
-            raise WeightsError(LOAD, name, problem, hint)
-
-
 def _check_kind(optimizer: Any, record: Record) -> None:
-    found = type(optimizer).__name__, len(optimizer.param_groups)
+    found = _class_of(optimizer), len(optimizer.param_groups)
     expected = record["class"], len(record["groups"])
     if found != expected:
         problem = "found {} with {} parameter groups, the saved one is {} with {}".format(

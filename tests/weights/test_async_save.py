@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from slapo_zoo import AutoScheduledModel, async_save_checkpoint, load_checkpoint, save_checkpoint
 from slapo_zoo.errors import RankError, WeightsError
+from slapo_zoo.model.checkpoints import training_checkpoint
 from slapo_zoo.parallel.ranks.process_group import shutdown_distributed
 from slapo_zoo.weights import save
 
@@ -136,6 +137,26 @@ def test_process_group_shutdown_waits_for_a_running_async_save(ranks, tmp_path):
     assert ranks.run(shut_down, 2, tmp_path / "out") == [True, True]
     model, _ = make(1, 1)
     assert load_checkpoint(model, tmp_path / "out").step == 2
+
+
+def test_async_save_into_a_relative_folder_is_written_below_the_directory_of_the_call(
+    tmp_path, monkeypatch
+):
+    model, _ = make(1, 1)
+    moved = threading.Event()
+    monkeypatch.chdir(tmp_path)
+
+    def late(*args, **options):
+        assert moved.wait(60)
+        save.save_folder(*args, **options)
+
+    monkeypatch.setattr(training_checkpoint, "save_folder", late)
+    saving = async_save_checkpoint(model, "out")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    moved.set()
+    saving.result(60)
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_async_save_of_unsupported_state_raises_at_the_call(tmp_path):

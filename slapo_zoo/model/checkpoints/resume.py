@@ -44,8 +44,8 @@ def load_checkpoint(
     Args:
         model: a scheduled model of the saved architecture and size.
         folder: folder that `save_checkpoint` wrote.
-        optimizer: optimizer of the saved class and parameter groups, over this rank's parameters.
-        scheduler: learning-rate scheduler of the saved class.
+        optimizer: optimizer of the saved class and parameter groups, over this rank's parameters; or the list of several.
+        scheduler: learning-rate scheduler of the saved class, or the list of several.
     """
     refuse_adapters(model, LOAD)
     background.join()
@@ -70,8 +70,9 @@ class _Load:
     opened: TrainingFolder
 
     def __init__(self, model: Any, path: Path, optimizer: Any, scheduler: Any):
-        self.model, self.path, self.scheduler = model, path, scheduler
-        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.model, self.path, self.scheduler = model, path, optimizers.as_one(scheduler)
+        self.given = optimizers.as_one(optimizer)
+        self.whole = model._slapo.data_parallel.whole(model, self.given)
         self.optimizer = self.whole.optimizer
         self.restored: optimizers.Restored | None = None
         self.targets: dict[str, Target] = {}
@@ -126,6 +127,8 @@ class _Load:
         if self.restored is not None:
             self.restored.apply()
         self.whole.put_back()
+        if isinstance(self.given, optimizers.Several):
+            self.given.give_state()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(decode(state["scheduler"]))
         stream = model.schedule.state.random
@@ -147,12 +150,8 @@ def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
         problem = f"the {'scheduler that you passed' if name in saved else 'saved scheduler'} lacks this attribute"
         raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
     for name, value in saved.items():
-        kinds = _kind(value), _kind(own[name])
-        if None not in (value, own[name]) and kinds[0] != kinds[1]:
+        if None not in (value, own[name]) and optimizers.kinds(value) != optimizers.kinds(
+            own[name]
+        ):
             problem = f"the checkpoint has {value!r:.60}, your scheduler has {own[name]!r:.60}: another type"
             raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
-
-
-def _kind(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "number" if is_number else type(value)

@@ -100,9 +100,9 @@ def save_checkpoint(
     Args:
         model: a scheduled model.
         folder: folder on a file system that all ranks share.
-        optimizer: torch optimizer over this rank's parameters; its state tensors must have the
-            size of the parameters, or be scalars.
-        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank.
+        optimizer: torch optimizer over this rank's parameters, or a list of several; their state tensors
+            must have the size of the parameters, or be scalars.
+        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank; or a list of several.
         step: number of finished optimizer steps.
         data_position: position of this dp rank's data loader: numbers, texts, lists,
             dictionaries; ranks that differ only in tp or pp pass the same.
@@ -136,8 +136,8 @@ def async_save_checkpoint(
     Args:
         model: a scheduled model.
         folder: folder on a file system that all ranks share.
-        optimizer: torch optimizer over this rank's parameters.
-        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank.
+        optimizer: torch optimizer over this rank's parameters, or a list of several.
+        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank; or a list of several.
         step: number of finished optimizer steps.
         data_position: position of this dp rank's data loader: numbers, texts, lists, dictionaries.
         extra: further data of this dp rank to keep, of the same types.
@@ -183,10 +183,10 @@ class _Save:
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
     ):  # fmt: skip
-        self.folder = folder
+        self.folder = Path(folder).absolute()  # a save in the background may see another cwd
         self.check_finite = True
-        self.model, self.scheduler, self.mine = model, scheduler, mine
-        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.model, self.scheduler, self.mine = model, optimizers.as_one(scheduler), mine
+        self.whole = model._slapo.data_parallel.whole(model, optimizers.as_one(optimizer))
         self.optimizer = self.whole.optimizer
         self.write_configs = configs_of(model, folder)
         self.tensors: dict[str, Tensor] = {}
@@ -226,10 +226,9 @@ class _Save:
         )
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """Merge the reports of all ranks into the training state to save; WeightsError if optimizers or steps differ.
+        """Merge the reports of all ranks, as `describe` returns them, into the training state to save.
 
-        `found` has the report of each rank: (digest of the optimizer's record, the record or None, {random generator:
-        state}, {"step": ..., "data_position": ..., "extra": ...}).
+        WeightsError if optimizers or steps differ.
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):

@@ -17,8 +17,12 @@ from slapo_zoo.model.gradients.optimizers import is_elementwise
 def narrowed(value: Any, model: nn.Module) -> Any:
     """Return a copy of an optimizer `value` that has only the parameters of `model` and their state.
 
-    A `value` that is no optimizer is returned unchanged.
+    In a list or tuple each optimizer is replaced so; a `value` that is no optimizer is returned unchanged.
     """
+    if isinstance(value, list | tuple) and any(
+        isinstance(one, torch.optim.Optimizer) for one in value
+    ):
+        return [narrowed(one, model) for one in value]
     if not isinstance(value, torch.optim.Optimizer):
         return value
     own = set(model.parameters())
@@ -39,6 +43,9 @@ def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
 
 def give_back(optimizer: Any, copied: Any) -> None:
     """Copy state and options, such as the learning rate, from `copied` back to `optimizer`, of which it is a copy."""
+    if isinstance(optimizer, list | tuple):
+        for one, its_copy in zip(optimizer, copied, strict=True):
+            give_back(one, its_copy)
     if optimizer is copied or not isinstance(optimizer, torch.optim.Optimizer):
         return
     optimizer.state.update(copied.state)
