@@ -130,7 +130,7 @@ class Assembly(Outline):
         warn_of_missing_sums(self.schedule)
         runtime = Runtime(
             self.schedule, computing_forward(self.cls.forward), self.table, self.pipeline, self.keys,
-            ledger, micro_batches=micro_batches, source=folder,
+            ledger, micro_batches=micro_batches, source=folder and folder.absolute(),
         )  # fmt: skip
         runtime.precision = MixedPrecision(
             self.state.compute_dtype, self.options.precision == "fp16"

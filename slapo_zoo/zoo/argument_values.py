@@ -18,6 +18,7 @@ from slapo_zoo.parallel.mesh import ALWAYS, Mesh
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.ranks.process_group import init_distributed, is_distributed_launch
 from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.snapshot import is_missing
 from slapo_zoo.zoo.hf_arguments import HubArguments
 from slapo_zoo.zoo.options import INSTEAD, KNOBS, unknown_knob
 from slapo_zoo.zoo.table import families, table_for
@@ -61,7 +62,7 @@ def local_folder(
     """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its
     folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
     """
-    if Path(name_or_path).exists():
+    if Path(name_or_path).exists() or not is_missing(Path(name_or_path)):
         return _of_model(Path(name_or_path) / (hub.subfolder or ""))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -74,6 +74,23 @@ def test_save_does_not_overwrite_an_existing_tokenizer_in_the_target_folder(
     assert (tmp_path / "out" / "notes.md").exists()
 
 
+def test_model_loaded_from_a_relative_folder_is_saved_with_its_tokenizer_from_another_directory(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(source.parent)
+    model = AutoScheduledModel.from_pretrained(source.name)
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_folder_that_a_killed_save_moved_away_is_loaded_again(source, tmp_path):
+    """A file system without renameat2: the save was killed between its two renames."""
+    shutil.copytree(source, tmp_path / ".out.previous-0123abcd")
+    AutoScheduledModel.from_pretrained(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_save_into_a_folder_with_a_tokenizer_succeeds_and_with_unrelated_files_is_refused(
     source, tmp_path
 ):
