@@ -65,6 +65,8 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
         return check(value)
     except WeightsError as error:
         return error.problem
+    except (TypeError, ValueError) as error:
+        return f"found {value!r:.80}: {error}"
     except RecursionError:
         return "values are nested too deep"
 
@@ -103,11 +105,13 @@ def _mesh(value: Any) -> str:
 
 
 def _stream(value: Any) -> str:
-    if not isinstance(value, dict) or set(value) != {"seed", "step"}:
+    if not isinstance(value, dict) or set(value) - {"calls", "turns"} != {"seed", "step"}:
         return f"found {value!r:.80}, expected seed and step"
     if type(value["seed"]) is not int or not -(2**63) <= value["seed"] < 2**64:
         return f"found the seed {value['seed']!r:.40}, expected an integer of 64 bits"
-    return _count(value["step"])
+    turns = dict(value.get("turns", ()))  # for another kind of value Python's error is the reason
+    counts = (value["step"], value.get("calls", 0), *turns, *turns.values())
+    return next(filter(None, map(_count, counts)), "")
 
 
 def _record(value: Any) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from parity import Case, batch_of, checkpoint
-from slapo_zoo import AutoScheduledModel
+from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
 from slapo_zoo.parallel.ranks.emulation import emulate
 
 BERT = Case("BertForMaskedLM", ("tokens",), dropout=0.2)
@@ -207,3 +207,16 @@ def test_forward_in_a_hand_written_loop_draws_the_dropout_masks_of_train_step(ro
     one.bert(**text(one))  # a part does not move the step
     assert float(one(**batch).loss.detach()) == pytest.approx(float(other.train_step(batch)))
     assert one.schedule.state.random.step == other.schedule.state.random.step == 1
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_after_a_resume_drop_what_those_of_an_uninterrupted_run_drop(root, tmp_path, call):
+    folder = checkpoint(BERT, root)
+    first, second = trained(folder, {}), trained(folder, {})
+    for _ in range(2):
+        CALLS[call](first, tokens(first))
+    save_checkpoint(first, tmp_path / "out")
+    expected = [CALLS[call](first, tokens(first)).item() for _ in range(2)]
+    torch.manual_seed(99)
+    load_checkpoint(second, tmp_path / "out")
+    assert [CALLS[call](second, tokens(second)).item() for _ in range(2)] == expected

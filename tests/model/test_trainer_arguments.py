@@ -12,6 +12,7 @@ from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
 from slapo_zoo.model.integrations import trainer as own
 from slapo_zoo.model.integrations.trainer_options import refuse_options
 from slapo_zoo.parallel.mesh import Mesh
+from trainer_runs import arguments, rows, run
 
 
 def test_scheduled_trainer_empties_the_device_cache_every_torch_empty_cache_steps(
@@ -29,6 +30,27 @@ def test_scheduled_trainer_empties_the_device_cache_every_torch_empty_cache_step
     made = ScheduledTrainer(model=model, args=args, train_dataset=rows)
     made.train()
     assert emptied == [0, 2]
+
+
+def test_trainer_checkpoint_whose_save_was_killed_after_its_rename_resumes_at_its_step(
+    tmp_path, monkeypatch
+):
+    def killed(*_args):
+        raise KeyboardInterrupt
+
+    def trainer():
+        args = arguments(tmp_path / "out", max_steps=3, save_strategy="steps", save_steps=2)
+        model = AutoScheduledModel.from_pretrained(folder)
+        return ScheduledTrainer(model=model, args=args, train_dataset=rows())
+
+    folder = checkpoint(CASES["gpt2"], tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.TrainerState, "save_to_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer().train()
+    again = trainer()
+    losses, _ = run(again, resume=True)
+    assert (again.state.global_step, len(losses)) == (3, 3)  # two of them in the log before
 
 
 OVER_RANKS = [  # (argument, sizes of the mesh, sequence_parallel, words of the error)

@@ -83,6 +83,8 @@ EDITS = {
     "numpy rng": put("torch_random", "numpy", "states", value=["WzMsIFsxXSwgbnVsbF0="]),
     "random empty": put("random", value={}),
     "random text": put("random", "seed", value="x"),
+    "random calls": put("random", "calls", value=-1),
+    "random turns": put("random", "turns", value=[[1, 2, 3]]),
     "random step": put("random", "step", value=-1),
     "scheduler empty": put("scheduler", value={}),
     "scheduler list": put("scheduler", value=[1]),

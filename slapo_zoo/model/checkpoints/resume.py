@@ -131,8 +131,7 @@ class _Load:
             self.given.give_state()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(decode(state["scheduler"]))
-        stream = model.schedule.state.random
-        stream.seed, stream.step = state["random"]["seed"], state["random"]["step"]
+        model.schedule.state.random.resume(state["random"])
         model._slapo.precision.restore(state.get("loss_scale"))
         restore_states(state["torch_random"], Mesh(**state["mesh"]), model.mesh, device_of(model))
 

@@ -208,11 +208,10 @@ class _Save:
             record, self.tensors = optimizers.collect(self.optimizer, names)
         self.tensors |= keys.to_files(local, specs, mesh)
         self.rows = {name: rows_of(tensor) for name, tensor in self.tensors.items()}
-        stream = self.model.schedule.state.random
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
             "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.size("loss")},
-            "random": {"seed": stream.seed, "step": stream.step},
+            "random": self.model.schedule.state.random.saved(),
             "loss_scale": self.model._slapo.precision.state(),
             "scheduler": encode(scheduler, "scheduler"),
         }

@@ -4,8 +4,10 @@ Only these parts of Trainer are replaced: the samples that a rank reads, forward
 gathering of results, and checkpoints.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -17,6 +19,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.utils.generic import find_labels
 
@@ -202,7 +205,11 @@ class ScheduledTrainer(Trainer):
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             both = (None, None) if self.args.save_only_model else (optimizer, self.lr_scheduler)
-            save_checkpoint(self.model, folder, *both, self.state.global_step)
+            state = json.dumps(asdict(self.state), indent=2, sort_keys=True) + "\n"
+            texts = {
+                TRAINER_STATE_NAME: state
+            }  # Trainer writes it later: a killed save would lack it
+            save_checkpoint(self.model, folder, *both, self.state.global_step, texts=texts)
         else:
             self._scheduled.save_pretrained(folder)
         if self.args.should_save:

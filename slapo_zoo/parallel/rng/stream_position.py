@@ -115,6 +115,16 @@ class StreamPosition:
         """Return (step, first row, number of rows), from which dropout is seeded; in a backward, those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, so that the numbers drawn after a resume are those of a run without interruption."""
+        turns = [list(turn) for turn in self._turns.items()]
+        return {"seed": self.seed, "step": self.step, "calls": self.calls, "turns": turns}
+
+    def resume(self, kept: dict[str, Any]) -> None:
+        """Go to the position that `saved` returned; checkpoints of older releases have seed and step alone."""
+        self.seed, self.step, self.calls = kept["seed"], kept["step"], kept.get("calls", 0)
+        self._turns = dict(kept.get("turns", ()))
+
     @contextmanager
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Context in which dropout masks are drawn for the given step and batch rows, as within a call of the model."""
