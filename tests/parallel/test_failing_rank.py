@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parity import batch_of, checkpoint
@@ -21,9 +22,13 @@ from slapo_zoo import (
     save_checkpoint,
 )
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.ranks import heartbeat
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.weights import save
+from slapo_zoo.weights.save import save_folder
 
 
 @pytest.fixture(scope="session")
@@ -196,3 +201,20 @@ def test_program_that_destroys_its_process_group_exits_with_code_0(tmp_path):
     for process in started:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err.decode()
+
+
+def save_on_rank_0_first(folder):
+    mesh = Mesh(dp=2, rank=dist.get_rank())
+    specs, tensors = [TensorSpec("w", (2,), "float32")], {"w": torch.ones(2)}
+    try:
+        if mesh.rank == 0:
+            save_folder(folder / "alone", specs, tensors, mesh)
+        return together(mesh, "evaluate", lambda: mesh.rank)
+    except RankError as error:
+        return str(error)
+
+
+def test_step_of_one_rank_alone_is_refused_with_the_names_of_both_steps(threads, tmp_path):
+    errors = threads.run(save_on_rank_0_first, 2, tmp_path)
+    assert all("rank 0 is at save_folder, rank 1 at evaluate" in text for text in errors)
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
+from slapo_zoo.parallel.digests import unlike
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.killed_rank import lost_peer, peer_error
 from slapo_zoo.parallel.ranks.patience import gather_objects, patient_group
@@ -31,17 +32,17 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
     except Exception as caught:
         error = caught
     try:
-        reports = _exchange(mesh, what, (result, None if error is None else _portable(error)))
+        reports = _exchange(mesh, what, (what, result, None if error is None else _portable(error)))
     except SlapoError:
         if error is not None:
             raise error from None
         raise
     if error is not None:
         raise agreed(error)
-    for rank, (_, failure) in enumerate(reports):
+    for rank, (_, _, failure) in enumerate(reports):
         if failure is not None:
             raise RankError(f"rank {rank}", what, *failure)
-    return [outcome for outcome, _ in reports]
+    return [outcome for _, outcome, _ in reports]
 
 
 def once_for_all(what: str, action: Callable[[], T]) -> T:
@@ -76,8 +77,13 @@ def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
         hint = f"start {count} processes, e.g. by torchrun --nproc-per-node, or pass other sizes of the mesh"
         raise MeshError(what, mesh, problem, hint)
     try:
-        return gather_objects(what, report)
+        reports = gather_objects(what, report)
     except RankError:
         raise
     except RuntimeError as error:
         raise peer_error() or lost_peer(error, what) from error
+    if differ := unlike([step for step, *_ in reports]):
+        problem = f"rank 0 is at {reports[0][0]}, rank {differ[0]} at {reports[differ[0]][0]}"
+        hint = "make the same calls in the same order on all ranks, without `if rank == 0:`"
+        raise agreed(RankError("ranks", what, problem, hint))
+    return reports
