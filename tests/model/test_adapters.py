@@ -227,6 +227,10 @@ def test_lora_matrices_are_initialized_with_equal_values_on_every_layout(
 
 REFUSED = {
     "dora": ({"use_dora": True}, "use_dora=True"),
+    "variant": (
+        {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
+        "alora_invocation_tokens=[3]",
+    ),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     "more modules": ({"modules_to_save": ["ln_f"]}, "modules_to_save"),
     "vocabulary": (
@@ -263,6 +267,7 @@ def other_ways(case, folder, adapter):
     texts = []
     for action in (
         lambda model: get_peft_model(model, lora(case)),
+        lambda model: (model.add_adapter(lora(case)), get_peft_model(model, lora(case))),
         lambda model: model.add_adapter(IA3Config(target_modules=["c_attn"])),
         lambda model: model.load_adapter(adapter),
         lambda model: model.load_adapter(folder),
@@ -284,7 +289,7 @@ def test_wrong_adapter_calls_and_files_raise_with_the_cause_or_the_call_to_use(
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file({**load_file(file), "base_model.model.strange": torch.ones(1)}, file)
     for texts in ranks.run(other_ways, 2, case, folder, tmp_path / "a"):
-        for text, part in zip(texts, ("model.add_adapter", "expected a LoraConfig", "that the model does not have", "found no"),
+        for text, part in zip(texts, ("model.add_adapter", "model.add_adapter", "expected a LoraConfig", "that the model does not have", "found no"),
                               strict=True):  # fmt: skip
             assert part in text
 
@@ -365,18 +370,24 @@ def stages(case, folder, layout, targets, options):
     model = load(case, folder, layout)
     model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets, **options))
     loss = float(model.train().train_step(batch_of(case)))
-    return loss, float(model.clip_grad_norm_(1.0)), model.get_adapter_state_dict()
+    named = model.peft_config["default"].target_modules
+    return loss, float(model.clip_grad_norm_(1.0)), model.get_adapter_state_dict(), named
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], "all-linear"], ids=str)
-def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers(root, targets):
+def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers_and_saves_the_names_of_all(
+    root, targets
+):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
-    ((loss, norm, want),) = emulate(stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1))
+    ((loss, norm, want, named),) = emulate(
+        stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1)
+    )
     found = emulate(stages, case, folder, (1, 2, 1), targets, {}, mesh=(1, 2, 1))
     assert all(torch.equal(found[0][2][key], value) for key, value in want.items())
     for one in found:
         assert one[:2] == pytest.approx((loss, norm), rel=1e-5)
+        assert one[3] == named
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")

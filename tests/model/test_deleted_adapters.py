@@ -31,18 +31,48 @@ def merged(folder, out, layout):
     model.save_pretrained(out / "model")
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["one", "tp2"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp": 2}, {"dp": 2, "dp_shard": 2}], ids=["one", "tp2", "rows"]
+)
 def test_merged_and_deleted_adapter_leaves_the_files_of_plain_peft(
     threads, tmp_path_factory, tmp_path, layout
 ):
     folder = checkpoint(LLAMA, tmp_path_factory.getbasetemp())
-    threads.run(merged, layout.get("tp", 1), folder, tmp_path, layout)
+    threads.run(merged, layout.get("tp", 1) * layout.get("dp", 1), folder, tmp_path, layout)
     plain = PeftModel.from_pretrained(
         LlamaForCausalLM.from_pretrained(folder), tmp_path / "adapter"
     ).merge_and_unload()
     found = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(found[name], tensor)
+
+
+def disabled(folder, layout):
+    """Return by how much logits change with an adapter merged into the weights, and in two forwards with it disabled."""
+    model = AutoScheduledModel.from_pretrained(folder, **layout).eval()
+    ids = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        model.add_adapter(config())
+        for module in model.modules():
+            if hasattr(module, "merge"):
+                module.merge()
+        changes = [float((model(input_ids=ids).logits - before).abs().max())]
+        model.disable_adapters()
+        return changes + [
+            float((model(input_ids=ids).logits - before).abs().max()) for _ in range(2)
+        ]
+
+
+@pytest.mark.parametrize(
+    "layout", [{"precision": "bf16"}, {"dp": 2, "dp_shard": 2}], ids=["bf16", "rows"]
+)
+def test_model_whose_merged_adapter_is_disabled_computes_as_without_it(
+    threads, tmp_path_factory, layout
+):
+    folder = checkpoint(LLAMA, tmp_path_factory.getbasetemp())
+    for merged, *after in threads.run(disabled, layout.get("dp", 1), folder, layout):
+        assert max(after) < merged / 20
 
 
 def test_save_of_two_active_adapters_and_load_of_an_adapter_folder_are_refused(

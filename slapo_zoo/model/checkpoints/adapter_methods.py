@@ -9,7 +9,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints import adapters
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
-from slapo_zoo.weights.adapter_files import save_adapter_files
+from slapo_zoo.weights.adapter_files import CONFIG, save_adapter_files
 
 
 class Adapts:
@@ -17,6 +17,7 @@ class Adapts:
 
     _slapo: Any
     mesh: Mesh
+    _adds_adapter = False
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
         """Add a new LoRA adapter of peft, and freeze all that it does not train; a collective call of all ranks.
@@ -42,7 +43,7 @@ class Adapts:
         """
         folder, name = Path(peft_model_id), adapter_name or "default"
         with rank_guard("load_adapter"):
-            config = adapters.saved_config(folder, is_trainable)
+            config = _saved_config(folder, is_trainable)
         self._add_adapter(config, name, folder)
         model: Any = self
         for at, p in model.named_parameters():
@@ -51,11 +52,22 @@ class Adapts:
 
     def _add_adapter(self, config: Any, name: str, folder: Path | None) -> None:
         def inject() -> None:
-            self._slapo.peft_config = self._slapo.peft_config or ()  # None: its setter raises
-            super(Adapts, self).add_adapter(config, name)  # pyright: ignore[reportAttributeAccessIssue]
+            self._adds_adapter = True  # else the setter of peft_config raises
+            try:
+                super(Adapts, self).add_adapter(config, name)  # pyright: ignore[reportAttributeAccessIssue]
+            finally:
+                self._adds_adapter = False
 
         with rank_guard("add_adapter"):
             adapters.add_adapter(self, config, name, inject, folder)
+
+    def disable_adapters(self) -> None:
+        """Let the model compute without adapters, and subtract merged ones now: its forward reads copies of the weights."""
+        model: Any = self
+        for layer in model.modules():
+            if getattr(layer, "merged", False):
+                layer.unmerge()
+        super().disable_adapters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
         """Delete adapters by name; without any, `save_pretrained` and `save_checkpoint` write the model again."""
@@ -93,9 +105,8 @@ class Adapts:
         active = [name] if name else model.active_adapters()
         if len(active) > 1:
             problem = f"found the active adapters {', '.join(active)}, expected one to save"
-            raise SlapoError(
-                "adapter", "adapter_name", problem, "name one, or call set_adapter(name)"
-            )
+            hint = "name one, or call set_adapter(name)"
+            raise SlapoError("adapter", "adapter_name", problem, hint)
         return active[0]
 
     @property
@@ -109,7 +120,7 @@ class Adapts:
 
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
-        if self._slapo.peft_config is None and self.mesh.world_size > 1:
+        if not self._adds_adapter and self.mesh.world_size > 1:
             problem = f"peft cannot shard an adapter over the model's {self.mesh.world_size} ranks"
             hint = "load the model again and call model.add_adapter(config), not get_peft_model"
             raise SlapoError("peft", "get_peft_model", problem, hint)
@@ -132,3 +143,15 @@ class Adapts:
             )
             raise SlapoError("save_pretrained", "dtype= or variant=", problem, "leave both out")
         self.save_adapter(save_directory, check_finite=check_finite)
+
+
+def _saved_config(folder: Path, is_trainable: bool) -> Any:
+    """Return the peft config of a saved adapter, for training if `is_trainable`; SlapoError if the folder has none."""
+    from peft import PeftConfig
+
+    if not (folder / CONFIG).exists():
+        hint = "pass a folder that peft or save_adapter wrote"
+        raise SlapoError("load_adapter", str(folder), f"found no {CONFIG}", hint)
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = not is_trainable
+    return config

@@ -13,7 +13,8 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from slapo_zoo.language.planned_rows import plan_of, planned_rows
 from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
 from slapo_zoo.model.gradients.module_changes import own_name
 from slapo_zoo.parallel import gather as consolidate
-from slapo_zoo.parallel.local_tensors import rows_of
+from slapo_zoo.parallel.local_tensors import Rows, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.parallel.placement import Placement, TensorSpec
@@ -35,17 +36,18 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.device_seeds import mix
 from slapo_zoo.parallel.stand_ins import standing_in
 from slapo_zoo.pipeline.stages import held_here
-from slapo_zoo.weights.adapter_files import CONFIG, open_adapter
+from slapo_zoo.weights.adapter_files import open_adapter
 from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.load_rank_slices import load_tensors
 
 STEP = "add_adapter"
 PREFIX = "base_model.model."  # of the keys in the files of peft
 INPUT_AXIS = {"Linear": 1, "Conv1D": 0}  # of the base weight
-# Values of options that shards allow: others need the unsharded weight, or train more than LoRA's matrices.
-PLAIN = {"use_dora": False, "lora_bias": False, "bias": "none"}
-EMPTY = ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices")
 INITS = (True, False, "gaussian")
+# Options that need the unsharded weight, or train more than LoRA's matrices --> values that shards allow.
+PLAIN = {"bias": ("none",), "init_lora_weights": INITS} | dict.fromkeys(
+    ("lora_bias", "modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"), ()
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,17 @@ def add_adapter(
     with _undone_on_error(model, name), unsharded_shapes(model), held_here(model):
         _inject(model, inject)
         together(model.mesh, STEP, lambda: matrices.extend(_matrices(model, name)))
+        own = config.target_modules, [m.parameter.partition(".lora_")[0] for m in matrices]
+        targets = together(model.mesh, STEP, lambda: own)
+        if any(one != own[0] for one, _ in targets):  # peft's "all-linear" names those of a stage
+            config.target_modules = {path for _, paths in targets for path in paths}
         values = _trained_tensors(model, name) | _drawn(model, config, matrices)
         wanted = {key for keys in together(model.mesh, STEP, lambda: list(values)) for key in keys}
         if folder is not None:
             together(model.mesh, STEP, lambda: _read(folder, values, wanted))
     for matrix in matrices:
         _place(model, matrix, values[matrix.key])
-    _set_dropouts(model, name)
+    _fit_layers(model, name)
     rows = model._slapo.plan.tensors
     model._slapo.adapters[name] = [replace(rows[m.parameter], name=m.key) for m in matrices]
 
@@ -124,18 +130,6 @@ def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
     return {PREFIX + key: tensor for key, tensor in found.items()}
 
 
-def saved_config(folder: Path, is_trainable: bool) -> Any:
-    """Return the peft config of a saved adapter, for training if `is_trainable`; SlapoError if the folder has none."""
-    from peft import PeftConfig
-
-    if not (folder / CONFIG).exists():
-        hint = "pass a folder that peft or save_adapter wrote"
-        raise SlapoError("load_adapter", str(folder), f"found no {CONFIG}", hint)
-    config = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = not is_trainable
-    return config
-
-
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
     """Return {key in peft's files: unsharded matrix, or its gradient if `grads`} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
@@ -145,10 +139,9 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     if not grads and (whole := _trained_tensors(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
-    specs = [spec for specs in together(model.mesh, "adapter", lambda: own) for spec in specs]
-    specs = list({spec.name: spec for spec in specs}.values())
-    tensors = dict(model.named_parameters())
-    local = {spec.name: tensors[parameter_of(spec.name, name)] for spec in own}
+    of_stages = together(model.mesh, "adapter", lambda: own)
+    specs = list({spec.name: spec for specs in of_stages for spec in specs}.values())
+    local = {spec.name: model.get_parameter(parameter_of(spec.name, name)) for spec in own}
     if grads:
         local = {
             key: p.new_zeros(p.shape) if p.grad is None else p.grad for key, p in local.items()
@@ -185,14 +178,13 @@ def _check_config(model: Any, config: Any) -> None:
     if not isinstance(config, LoraConfig):
         problem = f"found {type(config).__name__}, expected a LoraConfig"
         raise SlapoError(STEP, "adapter_config", problem, hint)
-    if model.mesh.world_size == 1:
-        return
-    strange = [
-        f"{k}={getattr(config, k)!r}" for k, v in PLAIN.items() if getattr(config, k, v) != v
-    ]
-    strange += [f"{k}={getattr(config, k)!r}" for k in EMPTY if getattr(config, k, None)]
-    if config.init_lora_weights not in INITS:
-        strange.append(f"init_lora_weights={config.init_lora_weights!r}")
+    variants = [
+        one.name for one in fields(config) if one.metadata.get("is_lora_variant")
+    ]  # DoRA, ...
+    refused = dict.fromkeys(variants, ()) | PLAIN
+    refused = {"layer_replication": ()} if model.mesh.world_size == 1 else refused
+    strange = [f"{k}={v!r}" for k, plain in refused.items()
+               if (v := getattr(config, k, None)) and v not in plain]  # fmt: skip
     if strange:
         problem = f"not supported on a sharded model: {', '.join(strange)}"
         raise SlapoError(STEP, "adapter_config", problem, hint)
@@ -320,9 +312,10 @@ def _check_dropout(
     `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
     """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
-    parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
-    if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
-           for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
+    if isinstance(dropout, nn.Dropout) and any(
+        p.runs(size, mesh.tp, r) != Placement(0).runs(size, mesh.tp, r)
+        for p in placements for r in range(mesh.tp)
+    ):  # fmt: skip
         problem = f"tp={mesh.tp} shards the {size} inputs of lora_dropout into unequal parts"
         raise SlapoError(STEP, path, problem, "pass lora_dropout=0.0, or use another tp")
 
@@ -380,10 +373,12 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
     state.plan = model._slapo.plan.having([replace(rows[name], adapter=matrix.key)])
 
 
-def _set_dropouts(model: Any, name: str) -> None:
-    """Let the dropouts of adapter `name` draw this rank's slices of the masks that a single device would draw."""
+def _fit_layers(model: Any, name: str) -> None:
+    """Let dropouts of adapter `name` draw this rank's slices of one device's masks, and `merge` add this rank's rows."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
+        if rows := rows_of(layer.get_base_layer().weight):
+            layer.get_delta_weight = partial(_rows_of_delta, layer, rows)
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's
         site_path = f"{path}.lora_dropout.{name}"
         dropout, placed = layer.lora_dropout[name], state.placed.get(f"{path}.lora_A.{name}.weight")
@@ -391,3 +386,8 @@ def _set_dropouts(model: Any, name: str) -> None:
         directive = ForkRng(axis=-1, size=placed.shape[1]) if placed else ForkRng()
         if isinstance(dropout, nn.Dropout):
             directive.apply(Site(site_path, dropout, state))
+
+
+def _rows_of_delta(layer: Any, rows: Rows, name: str) -> Tensor:
+    """Return the `rows` of s B A that peft's `merge` adds to the weight, sharded by ZeRO, of a LoRA layer's base."""
+    return type(layer).get_delta_weight(layer, name).narrow(0, rows.first, rows.count)
