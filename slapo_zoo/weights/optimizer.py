@@ -22,6 +22,7 @@ OWN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "diffe
 # Megatron's own options in a group, unknown to other engines
 OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"}
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+FACTORED = "Adafactor"  # of each matrix it keeps sums of rows and of columns, which every tp rank holds unsharded
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 Record = dict[str, Any]
 
@@ -68,14 +69,15 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
         names: `id(parameter)` --> its name in the checkpoint.
     """
     groups, state, tensors = [], {}, {}
+    kind = _class_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         options = {k: v for k, v in group.items() if k not in OWN_OPTIONS | OF_MEGATRON}
         held = [_name_of(p, names, SAVE) for p in group["params"]]
         groups.append({"names": held, "options": encode(options, f"group {number}")})
         for p, name in zip(group["params"], held, strict=True):
             if remembered := optimizer.state.get(p):
-                state[name] = _state_json(name, p, remembered, tensors)
-    return {"class": _class_of(optimizer), "groups": groups, "state": state}, tensors
+                state[name] = _state_json(name, p, remembered, tensors, kind)
+    return {"class": kind, "groups": groups, "state": state}, tensors
 
 
 def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
@@ -86,17 +88,20 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
 
 
 def _state_json(
-    name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]
+    name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor], kind: str
 ) -> Any:
     """Return the JSON form of the optimizer state `remembered` (key --> value) of parameter p, called `name`.
 
-    State tensors of the shape of p are added to `tensors` under "<name>.<key>" instead.
+    State tensors of the shape of p are added to `tensors` under "<name>.<key>" instead, and those of other shapes if
+    `kind`, the class of the optimizer, is Adafactor.
     """
     record = {}
     for key, value in remembered.items():
-        if isinstance(value, Tensor) and value.shape == p.shape:
-            tensors[f"{name}.{key}"] = marked_as(value.detach(), p)
-            record[key] = {"$like": str(value.dtype).removeprefix("torch.")}
+        is_like = isinstance(value, Tensor) and value.shape == p.shape
+        if is_like or (isinstance(value, Tensor) and value.numel() > 1 and kind == FACTORED):
+            tensors[f"{name}.{key}"] = marked_as(value.detach(), p) if is_like else value.detach()
+            shape = {} if is_like else {"shape": [*value.shape]}
+            record[key] = {"$like": str(value.dtype).removeprefix("torch.")} | shape
         elif isinstance(value, Tensor) and value.numel() > 1:
             problem = f"found a tensor of {list(value.shape)}, expected {list(p.shape)} or a number"
             hint = "use an optimizer whose state has the shape of the parameter, such as AdamW"
@@ -115,38 +120,32 @@ def merge(records: Sequence[Record]) -> Record:
             problem = f"pipeline stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
             hint = "make the same groups on every rank, also those that are empty there"
             raise WeightsError(SAVE, "optimizer", problem, hint)
-    groups = [
-        {
-            "names": list(dict.fromkeys(name for r in records for name in r["groups"][i]["names"])),
-            "options": group["options"],
-        }
-        for i, group in enumerate(first["groups"])
-    ]
+    each = [[name for r in records for name in r["groups"][i]["names"]] for i in range(len(first["groups"]))]  # fmt: skip
+    groups = [{"names": list(dict.fromkeys(names)), "options": group["options"]}
+              for names, group in zip(each, first["groups"], strict=True)]  # fmt: skip
     state = {name: kept for record in records for name, kept in record["state"].items()}
     return {"class": first["class"], "groups": groups, "state": state}
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs (name, shape, placement) of an optimizer's state tensors; each is sharded like its parameter.
+    """Return specs (name, shape, placement) of an optimizer's state tensors; each of a parameter's shape is sharded alike.
 
     `record` is the merged JSON record of the optimizer, `specs` are those of the parameters.
     """
-    return [
-        TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
-        for spec in specs
-        for key, kept in record["state"].get(spec.name, {}).items()
-        if _is_tensor(kept)
-    ]
+    return [TensorSpec(f"{spec.name}.{key}", *_form(spec, kept), spec.stage) for spec in specs
+            for key, kept in record["state"].get(spec.name, {}).items() if _is_tensor(kept)]  # fmt: skip
+
+
+def _form(spec: TensorSpec, kept: Mapping[str, Any]) -> tuple[tuple[int, ...], str, Any]:
+    """Return (unsharded shape, dtype, placement) of the state tensor in the record `kept`, of the parameter of `spec`."""
+    like = "shape" not in kept
+    return tuple(kept.get("shape", spec.shape)), kept["$like"], spec.placement if like else None
 
 
 def tensor_names(record: Record) -> set[str]:
     """Return the keys in the files of all state tensors of an optimizer, whose JSON record `merge` made."""
-    return {
-        f"{name}.{key}"
-        for name, state in record["state"].items()
-        for key, kept in state.items()
-        if _is_tensor(kept)
-    }
+    return {f"{name}.{key}" for name, state in record["state"].items()
+            for key, kept in state.items() if _is_tensor(kept)}  # fmt: skip
 
 
 def _is_tensor(kept: Any) -> bool:
@@ -182,8 +181,10 @@ def _group_problem(group: Any) -> str:
 
 
 def _is_dtype(kept: Mapping[str, Any]) -> bool:
-    name = kept["$like"]
-    return set(kept) == {"$like"} and isinstance(getattr(torch, str(name), None), torch.dtype)
+    sizes = kept.get("shape", [1])
+    is_shape = isinstance(sizes, list) and all(type(n) is int and n > 0 for n in sizes)
+    known = isinstance(getattr(torch, str(kept["$like"]), None), torch.dtype)
+    return known and is_shape and set(kept) <= {"$like", "shape"}
 
 
 class Restored:
@@ -216,9 +217,7 @@ class Restored:
             for p in group["params"]:
                 name = _name_of(p, names, LOAD)
                 if name not in allowed:
-                    problem = (
-                        "the saved optimizer has this parameter in another group, or not at all"
-                    )
+                    problem = "the save has this parameter in another group, or not at all"
                     hint = "make the optimizer with the parameter groups that it had when saving"
                     raise WeightsError(LOAD, name, problem, hint)
                 if name in record["state"]:
@@ -237,9 +236,13 @@ class Restored:
             if _is_tensor(kept):
                 dtype = getattr(torch, kept["$like"])
                 dtype = p.dtype if key != "step" and dtype == self._stored(name) else dtype
-                state[key] = torch.empty_like(p, dtype=dtype).detach()
-                rows = rows_of(p)
-                target = Target(state[key], spec.shape, spec.placement, rows)
+                shape, _, placement = _form(spec, kept)
+                if math.prod(shape) > math.prod(spec.shape):
+                    problem = f"found {list(shape)} for a parameter of {list(spec.shape)}"
+                    raise WeightsError(LOAD, f"{name}.{key}", problem, "copy the checkpoint again")
+                like = p if "shape" not in kept else p.new_empty(shape)
+                state[key] = torch.empty_like(like, dtype=dtype).detach()
+                target = Target(state[key], shape, placement, rows_of(like))
                 self.targets[f"{name}.{key}"] = target
         return state
 
@@ -283,9 +286,8 @@ def _check_kind(optimizer: Any, record: Record) -> None:
     found = _class_of(optimizer), len(optimizer.param_groups)
     expected = record["class"], len(record["groups"])
     if found != expected:
-        problem = "found {} with {} parameter groups, the saved one is {} with {}".format(
-            *found, *expected
-        )
+        both = *found, *expected
+        problem = "found {} with {} parameter groups, the saved one is {} with {}".format(*both)
         hint = "make the same optimizer as when saving, with the groups that are empty on this rank too"
         raise WeightsError(LOAD, "optimizer", problem, hint)
 

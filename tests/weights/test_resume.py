@@ -19,7 +19,7 @@ DROPOUT = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1)
 PLAIN = Case("GPT2LMHeadModel", ("tokens",))
 
 
-def start(folder, layout, case=DROPOUT):
+def start(folder, layout, case=DROPOUT, cls=torch.optim.AdamW):
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(
         folder, tp=tp, pp=pp, dp=dp, seed=3, auto_class=case.cls
@@ -29,7 +29,8 @@ def start(folder, layout, case=DROPOUT):
         {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.1},
         {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPS)
+    options = {"eps": EPS} if cls is torch.optim.AdamW else {}
+    optimizer = cls(groups, lr=LEARNING_RATE, **options)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=3)
     return model, optimizer, scheduler
 
@@ -51,16 +52,16 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def stop_and_go(source, out, layout, case=DROPOUT):
+def stop_and_go(source, out, layout, case=DROPOUT, cls=torch.optim.AdamW):
     """Train without and with a stop; fail where losses, weights or optimizer differ by a bit."""
-    whole = start(source, layout, case)
+    whole = start(source, layout, case, cls)
     losses = train(*whole, case, range(STEPS))
-    first = start(source, layout, case)
+    first = start(source, layout, case, cls)
     torch.manual_seed(17)
     before = train(*first, case, range(STEPS // 2))
     save_checkpoint(first[0], out, *first[1:], step=2, data_position={"epoch": 1}, extra=(1, "x"))
     drawn = torch.rand(3)
-    second = start(source, layout, case)
+    second = start(source, layout, case, cls)
     resumed = load_checkpoint(second[0], out, *second[1:])
     assert (resumed.step, resumed.data_position, resumed.extra) == (2, {"epoch": 1}, (1, "x"))
     assert torch.equal(torch.rand(3), drawn)
@@ -92,6 +93,13 @@ def test_training_resumed_on_the_same_mesh_is_bit_equal_to_an_uninterrupted_run(
     again = GPT2LMHeadModel.from_pretrained(tmp_path / "out")  # plain transformers reads it
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert torch.equal(again.transformer.wte.weight, file.get_tensor("transformer.wte.weight"))
+
+
+def test_training_by_adafactor_with_tp_resumes_bit_equal_though_its_state_has_other_shapes(
+    ranks, source, tmp_path
+):
+    folder, optimizer = checkpoint(DROPOUT, source), torch.optim.Adafactor
+    ranks.run(stop_and_go, 2, folder, tmp_path / "out", (2, 1, 1), DROPOUT, optimizer)
 
 
 def first_half(folder, out, layout, case):

@@ -101,7 +101,7 @@ def save_checkpoint(
         model: a scheduled model.
         folder: folder on a file system that all ranks share.
         optimizer: torch optimizer over this rank's parameters, or a list of several; their state tensors
-            must have the size of the parameters, or be scalars.
+            must have the size of the parameters, or be scalars, but for Adafactor.
         scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank; or a list of several.
         step: number of finished optimizer steps.
         data_position: position of this dp rank's data loader: numbers, texts, lists,
@@ -217,12 +217,8 @@ class _Save:
         }
         own = {name: encode(value, name) for name, value in self.mine.items()}
         is_first = mesh.coord("tp") == mesh.coord("loss") == 0
-        return (
-            digest(json.dumps(record)),
-            record if is_first else None,
-            states_here(device_of(self.model)),
-            own,
-        )
+        states = states_here(device_of(self.model))
+        return digest(json.dumps(record)), record if is_first else None, states, own
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
         """Merge the reports of all ranks, as `describe` returns them, into the training state to save.
@@ -282,11 +278,8 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
     own = {names[name]: marked_as(tensor.detach(), tensor) for name, tensor in tensors.items()}
     views = runtime.keys.split(own, runtime.specs, model.mesh)
     known = {spec.name: spec for spec in runtime.keys.read_specs(runtime.specs)}
-    targets = {
-        name: Target(view, known[name].shape, known[name].placement, rows_of(view))
-        for name, view in views.items()
-        if view.numel()
-    }
+    targets = {name: Target(view, known[name].shape, known[name].placement, rows_of(view))
+               for name, view in views.items() if view.numel()}  # fmt: skip
     return targets, {name: runtime.keys.to_file(name) for name in targets}
 
 
