@@ -132,9 +132,8 @@ class Assembly(Outline):
             self.schedule, computing_forward(self.cls.forward), self.table, self.pipeline, self.keys,
             ledger, micro_batches=micro_batches, source=folder and folder.absolute(),
         )  # fmt: skip
-        runtime.precision = MixedPrecision(
-            self.state.compute_dtype, self.options.precision == "fp16"
-        )
+        is_fp16 = self.options.precision == "fp16"
+        runtime.precision = MixedPrecision(self.state.compute_dtype, is_fp16)
         self.state.recomputing = runtime.precision.recomputing
         runtime.groups = _groups(self.plan)
         use_hooks(runtime)
@@ -233,13 +232,8 @@ class Source:
             return config, open_checkpoint(folder, self.allow_pickle, self.hub.stem).open_all()
 
         config, checkpoint = read_by_all(
-            mesh,
-            step,
-            folder,
-            read,
-            lambda found: found[1].digest(),
-            lambda found: found[1].close(),
-        )
+            mesh, step, folder, read, lambda found: found[1].digest(), lambda found: found[1].close(),
+        )  # fmt: skip
         with checkpoint:
             yield config, checkpoint
 

@@ -132,9 +132,8 @@ def _named_device(device: str | torch.device) -> torch.device:
         is_there = found.type != "cuda" or (found.index or 0) < torch.cuda.device_count()
     except (RuntimeError, TypeError) as error:
         problem = f"found no such device: {str(error).splitlines()[0]}"
-        raise SlapoError(
-            "from_pretrained", f"device={device!r}", problem, 'pass device="cpu" or "cuda"'
-        ) from None
+        hint = 'pass device="cpu" or "cuda"'
+        raise SlapoError("from_pretrained", f"device={device!r}", problem, hint) from None
     if not is_there:
         problem = f"this torch can use {torch.cuda.device_count()} CUDA devices"
         hint = 'leave device= out, or pass device="cpu"'
@@ -195,12 +194,8 @@ def config_of(name: str) -> tuple[Any, str | None]:
         config = CONFIG_MAPPING[name](**given)
         return config, usual_head(config, heads=OF_FAMILIES)
     if problem := _why_no_folder(name):
-        raise SlapoError(
-            "config",
-            repr(name),
-            problem,
-            "name a folder with config.json, a Hub id, or a family (slapo-zoo list)",
-        )
+        hint = "name a folder with config.json, a Hub id, or a family (slapo-zoo list)"
+        raise SlapoError("config", repr(name), problem, hint)
     near = nearest(name, families())
     hint = "pass a family (slapo-zoo list), a folder or a model id"
     hint += f"; nearest families: {', '.join(near)}" if near else ""

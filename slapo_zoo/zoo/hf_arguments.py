@@ -87,12 +87,8 @@ class HubArguments:
             return None
         if not hasattr(self.config, "to_dict"):
             problem = f"found a {type(self.config).__name__}, expected a config of transformers"
-            raise SlapoError(
-                WHERE,
-                "config=",
-                problem,
-                "pass a config object, or its folder; single fields by name",
-            )
+            hint = "pass a config object, or its folder; single fields by name"
+            raise SlapoError(WHERE, "config=", problem, hint)
         config = copy.deepcopy(self.config)
         for name, value in changes.items():
             if not hasattr(config, name):

@@ -47,12 +47,44 @@ def by_hand(folder, out):
     prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), model, optimizer.optimizer)
     errors += [refused(lambda: model.train_step(BATCH, 2))]
     loss = model.train_step(BATCH, 2, targets=[2 * (BATCH["labels"][:, 1:] != -100).sum()])
+    errors += [refused(lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0))]
+    AcceleratorState._reset_state(True)
+    half = Accelerator(cpu=True, mixed_precision="bf16")
+    errors += [refused(lambda: prepare(half, model, optimizer.optimizer))]
+    AcceleratorState._reset_state(True)
     return rates, norms, errors, float(loss)
+
+
+def of_two(folder):
+    """Prepare two models with tp=2 and clip each; return the norms that remain, and the words gathered of 3 rows."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    models = [AutoScheduledModel.from_pretrained(folder, tp=2).train() for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    accelerator = Accelerator(cpu=True)
+    loader = torch.utils.data.DataLoader(range(3), 2)
+    *_, loader = prepare(accelerator, models[0], optimizers[0], models[1], optimizers[1], loader)
+    prepare(accelerator, models[2], optimizers[2])
+    for most, model in enumerate(models, 1):
+        model.train_step(BATCH)
+        accelerator.clip_grad_norm_(model.parameters(), most / 100)
+    left = [float(model.clip_grad_norm_(1e9)) for model in models]
+    words = [accelerator.gather_for_metrics([f"row {i}" for i in rows.tolist()]) for rows in loader]
+    AcceleratorState._reset_state(True)
+    return left, words
+
+
+def test_accelerate_with_several_models_clips_each_and_gathers_each_word_once(tmp_path, ranks):
+    for left, words in ranks.run(of_two, 2, checkpoint(CASES["gpt2"], tmp_path)):
+        assert left == pytest.approx([0.01, 0.02, 0.03], rel=1e-3)
+        assert words == [["row 0", "row 1"], ["row 2"]]
 
 
 WORDS = (
     "use slapo_zoo.ScheduledTrainer, or slapo_zoo.prepare", "found DataLoader, expected", "call slapo_zoo.save_checkpoint",
-    "call slapo_zoo.load_checkpoint", "pass targets=",
+    "call slapo_zoo.load_checkpoint", "pass targets=", "not the parameters of one model", "precision='bf16'",
 )  # fmt: skip
 
 

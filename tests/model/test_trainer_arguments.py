@@ -57,6 +57,13 @@ OVER_RANKS = [  # (argument, sizes of the mesh, sequence_parallel, words of the 
     ({"neftune_noise_alpha": 5.0}, {"cp": 2}, False, "scale the noise by its own tokens only"),
     ({"neftune_noise_alpha": 5.0}, {"tp": 2}, True, "scale the noise by its own tokens only"),
     ({"precompute_ref_log_probs": True}, {"tp": 2}, False, "with other rows on each process"),
+    ({"scale_rewards": "batch"}, {"tp": 2}, False, "pass 'group', or load the model with dp alone"),
+    (
+        {"normalize_advantages": True},
+        {"tp": 2},
+        False,
+        "a statistic over the rows of all processes",
+    ),
 ]
 
 

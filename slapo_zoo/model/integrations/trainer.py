@@ -17,7 +17,9 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.memory import clear_device_cache
+from accelerate.utils.operations import gather_object, recursively_apply
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -28,7 +30,7 @@ from slapo_zoo.model.checkpoints.resume import load_checkpoint
 from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
 from slapo_zoo.model.gradients.scaler import GradScaler
 from slapo_zoo.model.integrations.dialects.engine import is_exact, is_scheduled
-from slapo_zoo.model.integrations.trainer_options import refuse_options
+from slapo_zoo.model.integrations.trainer_options import add_adapter, refuse_options, seed_samples
 from slapo_zoo.model.integrations.trl_head import take_back_forward
 from slapo_zoo.model.step.mixed_precision import FIRST_SCALE
 from slapo_zoo.parallel.losses.loss_means import count_targets
@@ -58,7 +60,7 @@ class ScheduledTrainer(Trainer):
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
         _require_scheduled("ScheduledTrainer", model, "use transformers.Trainer")
         self._own_loss = _own_loss(type(self), args, kwargs)
-        _add_adapter(type(self), model, kwargs)
+        add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss, kwargs.get("train_dataset"))
         for each in (model, kwargs.get("ref_model")):
             if is_scheduled(each):
@@ -66,6 +68,7 @@ class ScheduledTrainer(Trainer):
         _take_one_gpu(args)
         super().__init__(model=model, args=args, **kwargs)
         _take_one_gpu(self.args)  # of a Trainer without args
+        seed_samples(model.mesh, self.args)
         self._train_batch_size = self.args.train_batch_size
         if self._own_loss and model._slapo.precision.scales:  # without: train_step scales
             self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
@@ -225,22 +228,18 @@ class ScheduledTrainer(Trainer):
         finally:
             self._is_checkpoint = False
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: `_save`, which Trainer calls first, has written optimizer, scheduler and random states."""
+    def _is_done(self, *_: Any, **__: Any) -> None:
+        """Do nothing: `_save` writes, and `_load_optimizer_and_scheduler` reads, all of a checkpoint: weights, optimizer,
+        scheduler and random states. The order of samples follows from seed and epoch.
+        """
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: `_save`, which Trainer calls first, has written the states of the random generators."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: `_load_optimizer_and_scheduler`, which Trainer calls later, loads the weights too."""
+    _save_optimizer_and_scheduler = _save_rng_state = _is_done
+    _load_from_checkpoint = _load_rng_state = _is_done
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             load_checkpoint(self.model, checkpoint, optimizer, self.lr_scheduler)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Do nothing: random states were loaded with the weights; the order of samples follows from seed and epoch."""
 
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
@@ -291,18 +290,45 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple
         model: a scheduled model; it is not wrapped, and `accelerator.clip_grad_norm_` clips by its global norm.
         optimizer: torch optimizer.
         *others: data loaders; they give the ranks of one dp replica the same batches, and other replicas others.
-            Learning-rate schedulers too; they step once per optimizer step, on every mesh.
+            Learning-rate schedulers too; they step once per optimizer step, on every mesh. Further models.
     """
     _require_scheduled("prepare", model, "call prepare(accelerator, model, optimizer, loader)")
-    model._is_accelerate_prepared = True
+    if (kind := accelerator.mixed_precision) != "no":
+        problem = "Accelerate casts in its own forward and backward alone, not in train_step"
+        hint = f"leave it out, and load the model with precision={kind!r}"
+        raise SlapoError("prepare", f"mixed_precision={kind!r}", problem, hint)
+    for each in (model, *filter(is_scheduled, others)):
+        each._is_accelerate_prepared = True
+        if accelerator.gradient_accumulation_steps > 1:
+            each.train_step = partial(_with_targets, each.train_step)
     _set_over_dp(accelerator, model.mesh)
-    accelerator.clip_grad_norm_ = lambda parameters, max_norm: model.clip_grad_norm_(max_norm)
-    accelerator.get_state_dict = lambda model, unwrap=True: model.consolidated_state_dict()
+    accelerator.clip_grad_norm_ = partial(_clip_grad_norm, accelerator)
+    accelerator.get_state_dict = lambda m, unwrap=True: getattr(m, "consolidated_state_dict", m.state_dict)()  # fmt: skip
     for name, own in {"save_state": "save_checkpoint", "load_state": "load_checkpoint"}.items():
         setattr(accelerator, name, partial(_refuse_state, name, own))
-    if accelerator.gradient_accumulation_steps > 1:
-        model.train_step = partial(_with_targets, model.train_step)
     return accelerator.prepare(model, optimizer, *others)
+
+
+def _clip_grad_norm(
+    accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
+) -> Tensor:
+    """Clip the gradients of one scheduled model by their norm over all ranks, or those of another module as Accelerate
+    does; return the norm. SlapoError for another norm, or for some parameters of a model, or more than its own.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = {id(p) for p in parameters}
+    for model in filter(is_scheduled, accelerator._models):
+        own = {id(p): p.grad is None for p in model.parameters()}
+        if not given & own.keys():
+            continue
+        if norm_type != 2 or given - own.keys() or any(not own[key] for key in own.keys() - given):
+            problem = (
+                "found another norm than 2, or not the parameters of one model with a gradient"
+            )
+            hint = "call it with model.parameters() for each model; model.clip_grad_norm_(1.0) is the same"
+            raise SlapoError("Accelerator", "clip_grad_norm_", problem, hint)
+        return model.clip_grad_norm_(max_norm)
+    return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
 
 
 def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
@@ -355,43 +381,27 @@ def _set_over_dp(accelerator: Any, mesh: Mesh) -> None:
     accelerator.prepare_scheduler = prepare_scheduler
 
 
-def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
-    """Shard the adapter of TRL's `peft_config` by `model.add_adapter`; TRL would shard nothing.
-    `kwargs` are the arguments of the Trainer class `cls`; `peft_config` is removed from them.
-    """
-    config = kwargs.pop("peft_config", None)
-    if config is None:
-        return
-    takes = {n for base in cls.__mro__ for n in signature(base.__init__).parameters}
-    if "ref_model" in takes and kwargs.get("ref_model") is None:
-        problem = "without ref_model the trained model itself would be the reference"
-        hint = "pass ref_model=copy.deepcopy(model) too"
-        raise SlapoError(cls.__name__, "peft_config", problem, hint)
-    model.add_adapter(config)
-
-
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function for `accelerator.gather_for_metrics`: (tensors) --> tensors with the rows
-    of all dp ranks. Each row comes once, though several ranks (tp, pp) hold the same rows.
+    """Return a function for `accelerator.gather_for_metrics`: (tensors, or a list of other objects) --> the rows of
+    all dp ranks. Each row comes once, though several ranks (tp, pp) hold the same rows.
     """
-    from accelerate.utils import recursively_apply
-
     firsts = mesh.peers("batch")
+
+    def short(rows: Any) -> Any:
+        state = accelerator.gradient_state
+        is_short = state.end_of_dataloader and state.remainder > 0
+        return rows[: state.remainder] if is_short else rows
 
     def pick(tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:  # a scalar is not sharded by rows
             return tensor
         parts = tensor.chunk(accelerator.num_processes)
-        mine = torch.cat([parts[rank] for rank in firsts])
-        state = accelerator.gradient_state
-        is_short = state.end_of_dataloader and state.remainder > 0
-        return mine[: state.remainder] if is_short else mine
+        return short(torch.cat([parts[rank] for rank in firsts]))
 
     def gather(data: Any, use_gather_object: bool = False) -> Any:
-        if use_gather_object:
-            problem = "objects of ranks that read the same samples would come twice"
-            hint = "gather tensors instead of objects"
-            raise SlapoError("gather_for_metrics", "use_gather_object", problem, hint)
-        return recursively_apply(pick, accelerator.gather(data))
+        if not use_gather_object and all(isinstance(x, Tensor) for x in tree_leaves(data)):
+            return recursively_apply(pick, accelerator.gather(data))
+        held = gather_object([data])
+        return short([each for rank in firsts for each in held[rank]])
 
     return gather

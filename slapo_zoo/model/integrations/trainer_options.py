@@ -1,7 +1,10 @@
 """Options of transformers' Trainer that a sharded model does not support, and what to do instead."""
 
 from collections.abc import Sized
+from inspect import signature
 from typing import Any
+
+from transformers import set_seed
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.integrations.dialects.engine import is_exact
@@ -21,7 +24,27 @@ REFUSED_EXACT = {
     "bf16": ("autocast holds for one thread, and the virtual ranks run in other threads", 'load the model with precision="bf16"'),
     "neftune_noise_alpha": ("its noise would be drawn once per process, not per virtual rank", "leave it out, or load without exact="),
 }  # fmt: skip
+# Options of TRL's samplers --> values without a statistic over all processes, some of which have the same rows over tp.
+OF_GROUPS = {
+    "scale_rewards": ("group", "none"), "multi_objective_aggregation": ("sum_then_normalize",),
+    "normalize_advantages": (False,), "top_entropy_quantile": (1.0,),
+}  # fmt: skip
 IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
+
+
+def add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
+    """Shard the adapter of TRL's `peft_config` by `model.add_adapter`; TRL would shard nothing.
+    `kwargs` are the arguments of the Trainer class `cls`; `peft_config` is removed from them.
+    """
+    config = kwargs.pop("peft_config", None)
+    if config is None:
+        return
+    takes = {n for base in cls.__mro__ for n in signature(base.__init__).parameters}
+    if "ref_model" in takes and kwargs.get("ref_model") is None:
+        problem = "without ref_model the trained model itself would be the reference"
+        hint = "pass ref_model=copy.deepcopy(model) too"
+        raise SlapoError(cls.__name__, "peft_config", problem, hint)
+    model.add_adapter(config)
 
 
 def refuse_options(model: Any, args: Any, own_loss: str, data: Any = None) -> None:
@@ -74,6 +97,12 @@ def _refuse_parts_of_rows(model: Any, args: Any) -> None:
     if getattr(args, "precompute_ref_log_probs", None) and shares_rows:
         problem = "TRL would compute them in its constructor, with other rows on each process"
         raise _refusal("precompute_ref_log_probs", problem, "leave it out: the reference then runs in each step")  # fmt: skip
+    for name, known in OF_GROUPS.items() if shares_rows else ():
+        if (value := getattr(args, name, None)) not in (None, *known):
+            problem = "TRL takes a statistic over the rows of all processes, and those of a dp rank have the same rows"
+            raise _refusal(
+                f"{name}={value!r}", problem, f"pass {known[0]!r}, or load the model with dp alone"
+            )
     divided = mesh.cp > 1 or model.schedule.state.sequence_parallel
     if divided and getattr(args, "neftune_noise_alpha", None):
         problem = "with sequence_parallel or cp a rank would scale the noise by its own tokens only"
@@ -115,11 +144,8 @@ def _share_generations(mesh: Any, args: Any) -> None:
     Ranks that differ only in tp or pp read the same rows, so counting all ranks would take too many rows.
     """
     groups = getattr(args, "num_generations", None)
-    if (
-        not groups
-        or mesh.world_size == mesh.size("batch")
-        or not hasattr(args, "generation_batch_size")
-    ):
+    alone = mesh.world_size == mesh.size("batch")
+    if not groups or alone or not hasattr(args, "generation_batch_size"):
         return
     rows = args.per_device_train_batch_size
     if rows % groups:
@@ -127,6 +153,12 @@ def _share_generations(mesh: Any, args: Any) -> None:
         hint = f"choose per_device_train_batch_size={(rows // groups + 1) * groups}: the answers to a prompt stay on one rank"
         raise _refusal("num_generations", problem, hint)
     args.generation_batch_size = rows * mesh.size("batch") * args.steps_per_generation
+
+
+def seed_samples(mesh: Any, args: Any) -> None:
+    """Set torch's seed for a sampling trainer of TRL by dp rank, as tp ranks sample the same tokens; TRL does so by process."""
+    if hasattr(args, "num_generations"):
+        set_seed(args.seed + mesh.coord("batch"))
 
 
 def _refusal(what: str, problem: str, hint: str) -> SlapoError:

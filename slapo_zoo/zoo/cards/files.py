@@ -39,20 +39,15 @@ def read(folder: Path, name: str, root: Path | None = None) -> bytes:
     if root is not None:
         path = path.resolve()
         if not path.is_relative_to(root.resolve()):
-            raise CardError(
-                "card",
-                str(folder / name),
-                "this symbolic link leads out of the Hub cache",
-                "delete it and fetch the card again",
-            )
+            problem, hint = "this symbolic link leads out of the Hub cache", "delete it and fetch the card again"  # fmt: skip
+            raise CardError("card", str(folder / name), problem, hint)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         link = path.is_symlink()
         problem = "found a symbolic link" if link else f"cannot be read: {error.strerror}"
-        raise CardError(
-            "card", str(path), problem, "replace it by a regular file that can be read"
-        ) from None
+        hint = "replace it by a regular file that can be read"
+        raise CardError("card", str(path), problem, hint) from None
     info = os.fstat(handle)
     if not stat.S_ISREG(info.st_mode):
         os.close(handle)

@@ -97,12 +97,8 @@ def _check_sizes(pinned: Reference, names: list[str]) -> None:
     for file in info.siblings or []:
         if file.rfilename in names and not 0 <= (file.size or 0) <= files.MAX_FILE:
             problem = f"{file.rfilename} has {file.size} bytes, expected at most {files.MAX_FILE}"
-            raise CardError(
-                "card",
-                str(pinned),
-                problem,
-                "nothing was fetched; choose another card, or ask its author for a smaller file",
-            )
+            hint = "nothing was fetched; choose another card, or ask its author for a smaller file"
+            raise CardError("card", str(pinned), problem, hint)
 
 
 def push(
@@ -150,9 +146,8 @@ def _resolve(reference: Reference) -> Reference:
     if constants.is_offline_mode():
         if str(reference) not in seen:
             problem = "the Hub is offline for this process, and the card was not fetched before"
-            raise CardError(
-                "card", str(reference), problem, "go online, or name a sha that is in the cache"
-            )
+            hint = "go online, or name a sha that is in the cache"
+            raise CardError("card", str(reference), problem, hint)
         return Reference(reference.repo_id, seen[str(reference)]["sha"])
     with readable(str(reference)):
         refs = HfApi().list_repo_refs(reference.repo_id)
