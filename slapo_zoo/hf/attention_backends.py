@@ -166,6 +166,5 @@ def require_backend(
         hint = f"choose one of {', '.join(found)}" if found else "leave attention= out"
         raise ArchitectureError("attention", what, problem, hint)
     if problem := backend.problem(device.type, dtype):
-        raise ArchitectureError(
-            "attention", what, problem, "choose sdpa or eager, which run everywhere"
-        )
+        hint = "choose sdpa or eager, which run everywhere"
+        raise ArchitectureError("attention", what, problem, hint)

@@ -38,9 +38,8 @@ def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
     """
     if torch.compiler.is_compiling():
         problem = "compiled code would not gather the keys of the other ranks"
-        raise SlapoError(
-            "torch.compile", "cp > 1", problem, "leave the blocks uncompiled, or use cp=1"
-        )
+        hint = "leave the blocks uncompiled, or use cp=1"
+        raise SlapoError("torch.compile", "cp > 1", problem, hint)
     mask, total = given[4], cut.n * given[2].shape[2]
     if mask is not None and mask.shape[-1] != total:
         problem = f"the mask is for {mask.shape[-1]} keys, expected {total} on cp={cut.n} ranks"

@@ -24,6 +24,7 @@ from slapo_zoo.parallel.paths import nearest, select_paths
 from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 
 FORMAT = "slapo-zoo-schedule/1"
+UNCHANGED = "pass the unchanged text of Schedule.to_json()"
 Step = tuple[str, Directive]
 
 
@@ -303,21 +304,15 @@ def from_json(text: str) -> list[Step]:
     try:
         document = json.loads(text)
     except (ValueError, TypeError) as error:
-        raise ScheduleError(
-            "schedule", "JSON", str(error), "pass the unchanged text of Schedule.to_json()"
-        ) from None
+        raise ScheduleError("schedule", "JSON", str(error), UNCHANGED) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         problem = f"found format {found!r}, expected {FORMAT!r}"
-        raise ScheduleError(
-            "schedule", "format", problem, "pass the unchanged text of Schedule.to_json()"
-        )
+        raise ScheduleError("schedule", "format", problem, UNCHANGED)
     steps = document.get("steps")
     if not isinstance(steps, list):
         problem = f"found {steps!r:.60}, expected a list of [pattern, primitive, arguments]"
-        raise ScheduleError(
-            "schedule", "steps", problem, "pass the unchanged text of Schedule.to_json()"
-        )
+        raise ScheduleError("schedule", "steps", problem, UNCHANGED)
     return [_step(i, step) for i, step in enumerate(steps)]
 
 
@@ -326,7 +321,7 @@ def _step(index: int, step: Any) -> Step:
     kinds = [type(part) for part in step] if isinstance(step, list) else []
     if kinds != [str, str, dict]:
         problem = f"found {step!r:.80}, expected [pattern, primitive, arguments]"
-        raise ScheduleError(where, "step", problem, "pass the unchanged text of Schedule.to_json()")
+        raise ScheduleError(where, "step", problem, UNCHANGED)
     pattern, name, arguments = step
     if name not in PRIMITIVES:
         hint = f"choose one of the registered: {sorted(PRIMITIVES)}"
@@ -334,19 +329,15 @@ def _step(index: int, step: Any) -> Step:
     cls: Any = PRIMITIVES[name]
     fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
     if unknown := sorted(set(arguments) - set(fields)):
-        raise ScheduleError(
-            where, name, f"unknown arguments {unknown}", f"remove them; known: {sorted(fields)}"
-        )
+        hint = f"remove them; known: {sorted(fields)}"
+        raise ScheduleError(where, name, f"unknown arguments {unknown}", hint)
     if missing := [f for f, needed in fields.items() if needed and f not in arguments]:
-        raise ScheduleError(
-            where, name, f"missing arguments {missing}", f"add them; known: {sorted(fields)}"
-        )
+        hint = f"add them; known: {sorted(fields)}"
+        raise ScheduleError(where, name, f"missing arguments {missing}", hint)
     try:
         return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
     except TypeError as error:
-        raise ScheduleError(
-            where, name, str(error), "pass the unchanged text of Schedule.to_json()"
-        ) from None
+        raise ScheduleError(where, name, str(error), UNCHANGED) from None
 
 
 def _tuples(value: Any) -> Any:

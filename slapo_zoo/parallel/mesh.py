@@ -85,9 +85,8 @@ class Mesh:
         self.__dict__["_places"] = places  # also of "batch" and "loss", when first used
         if not 0 <= self.rank < self.world_size:
             problem = f"found {self.rank}, expected 0..{self.world_size - 1}: the mesh has {self.world_size} ranks"
-            raise MeshError(
-                "mesh", "rank", problem, "pass sizes whose product is the number of processes"
-            )
+            hint = "pass sizes whose product is the number of processes"
+            raise MeshError("mesh", "rank", problem, hint)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         """Return the mesh itself: it is immutable, and its process groups belong to this process."""

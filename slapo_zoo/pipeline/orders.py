@@ -224,12 +224,8 @@ def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: in
         problem = (
             f"found {num_stages} stages, but only {len(may_cut)} blocks after which a stage may end"
         )
-        raise MeshError(
-            "pipeline",
-            "stages",
-            problem,
-            f"choose pp and stages_per_rank whose product is at most {len(may_cut) + 1}",
-        )
+        hint = f"choose pp and stages_per_rank whose product is at most {len(may_cut) + 1}"
+        raise MeshError("pipeline", "stages", problem, hint)
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

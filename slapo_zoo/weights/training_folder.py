@@ -121,9 +121,8 @@ def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
     kept = read_checksums(folder)
     if kept is None:
         hint = "save the model again by slapo_zoo, or rewrite the folder by `slapo-zoo reshard`"
-        raise WeightsError(
-            str(folder), checksums.FILE, "found no checksums, nothing can be compared", hint
-        )
+        problem = "found no checksums, nothing can be compared"
+        raise WeightsError(str(folder), checksums.FILE, problem, hint)
     found = list(damaged_files(folder, kept))
     opened: list[CheckpointFolder] = []
     try:

@@ -52,9 +52,8 @@ def _json(path: Path) -> Any:
     except WeightsError:
         raise
     except OSError as error:
-        raise WeightsError(
-            str(path), "", f"cannot be read: {error.strerror}", PASS_SAVED
-        ) from error
+        problem = f"cannot be read: {error.strerror}"
+        raise WeightsError(str(path), "", problem, PASS_SAVED) from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(str(path), "", f"this is not valid JSON: {error}", PASS_SAVED) from error
 

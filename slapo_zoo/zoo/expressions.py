@@ -103,9 +103,8 @@ def _value(node: ast.expr, text: str, numbers: Mapping[str, int]) -> int:
         if type(found) is not int:
             known = ", ".join(sorted(numbers)) or "none"
             problem = f"{node.id!r} is {'no integer' if node.id in numbers else 'not known'} here"
-            raise ScheduleError(
-                "formula", repr(text), problem, f"use one of the known numbers: {known}"
-            )
+            hint = f"use one of the known numbers: {known}"
+            raise ScheduleError("formula", repr(text), problem, hint)
         return found
     if isinstance(node, ast.Constant):
         return node.value  # pyright: ignore[reportReturnType]

@@ -18,7 +18,7 @@ ATTENTION = {
 }
 # Argument --> values with which it asks for what is done here anyway.
 ANYWAY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(INSTEAD, (None,)),
+    **dict.fromkeys(INSTEAD, (None, False)),
     "low_cpu_mem_usage": (None, True, False),
     "weights_only": (None, True),
     "use_safetensors": (None, True),
@@ -47,6 +47,7 @@ class HubArguments:
         variant: read files named `model.<variant>.safetensors`.
         config: a config to use instead of the checkpoint's, or the folder or name of one.
         ignore_mismatched_sizes: draw new values for tensors whose size differs.
+        generation_config: a GenerationConfig that replaces the checkpoint's; None leaves that.
     """
 
     token: Any = None
@@ -57,6 +58,7 @@ class HubArguments:
     variant: str | None = None
     config: Any = None
     ignore_mismatched_sizes: bool = False
+    generation_config: Any = None
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":

@@ -216,8 +216,12 @@ INSTEAD = {
     "max_memory": "pass max_load_memory=",
     "offload_folder": "leave it out; a rank never holds more than its part",
     "state_dict": "leave it out: weights come from the files of the checkpoint",
-    "quantization_config": "leave it out; quantized weights cannot be trained",
-}
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), "leave it out; quantized weights cannot be trained"),
+    **dict.fromkeys(("use_kernels", "kernel_config"), "pass kernels="),
+    "key_mapping": "rename the tensors in the files of the checkpoint",
+    "gguf_file": "load the file by transformers, save the model, and load that folder",
+    "output_loading_info": "leave it out; model.ledger says what was read",
+}  # fmt: skip
 
 
 def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:

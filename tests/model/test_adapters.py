@@ -28,21 +28,15 @@ from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Already found a .peft_config:UserWarning"),
 ]
 
 TARGETS = {
     "GPT2LMHeadModel": ["c_attn", "c_proj", "c_fc"],
-    "LlamaForCausalLM": [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ],
+    "LlamaForCausalLM": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "OPTForCausalLM": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
-}
+}  # fmt: skip
 CASES = {name: Case(name, ("tokens",)) for name in TARGETS}
 SIDE_BY_SIDE = [
     ("GPT2LMHeadModel", (2, 1, 1)), ("GPT2LMHeadModel", (2, 2, 1)), ("GPT2LMHeadModel", (1, 1, 2)),
@@ -227,10 +221,7 @@ def test_lora_matrices_are_initialized_with_equal_values_on_every_layout(
 
 REFUSED = {
     "dora": ({"use_dora": True}, "use_dora=True"),
-    "variant": (
-        {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
-        "alora_invocation_tokens=[3]",
-    ),
+    "velora": ({"velora_config": {"num_groups": 2}}, "velora_config="),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     "more modules": ({"modules_to_save": ["ln_f"]}, "modules_to_save"),
     "vocabulary": (
@@ -380,14 +371,14 @@ def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers_and_saves_the
 ):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
-    ((loss, norm, want, named),) = emulate(
-        stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1)
-    )
+    ((loss, norm, want, _),) = emulate(stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1))
     found = emulate(stages, case, folder, (1, 2, 1), targets, {}, mesh=(1, 2, 1))
     assert all(torch.equal(found[0][2][key], value) for key, value in want.items())
     for one in found:
         assert one[:2] == pytest.approx((loss, norm), rel=1e-5)
-        assert one[3] == named
+        assert all(
+            any(f".{key}".split(".lora_")[0].endswith(f".{n}") for n in one[3]) for key in want
+        )
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")

@@ -1,11 +1,11 @@
-"""Adapters that are deleted, several active ones, and folders that hold one."""
+"""Adapters that are merged, disabled or deleted, several active ones, folders that hold one, and AdaLoRA."""
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
-from parity import Case, checkpoint
+from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, SlapoError
 
 pytestmark = [
@@ -91,3 +91,12 @@ def test_save_of_two_active_adapters_and_load_of_an_adapter_folder_are_refused(
     model.save_pretrained(tmp_path / "out")
     with pytest.raises(SlapoError, match="this folder holds an adapter of peft"):
         AutoScheduledModel.from_pretrained(tmp_path / "out")
+
+
+def test_train_step_without_the_loss_term_of_adalora_is_refused(tmp_path_factory):
+    model = AutoScheduledModel.from_pretrained(checkpoint(LLAMA, tmp_path_factory.getbasetemp()))
+    config = AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    with pytest.raises(SlapoError, match="use the loss of the PeftModel"):
+        model.train_step(batch_of(LLAMA))
+    model(**batch_of(LLAMA)).loss.backward()

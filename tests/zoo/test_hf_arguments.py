@@ -39,6 +39,9 @@ PASTED = {
     "torch_dtype": torch.float64,
     "subfolder": "",
     "quantization_config": None,
+    "use_kernels": False,
+    "load_in_8bit": False,
+    "generation_config": transformers.GenerationConfig(max_new_tokens=7),
 }
 
 
@@ -49,6 +52,7 @@ def test_from_pretrained_with_transformers_arguments_gives_the_logits_of_plain_t
         folder, dtype=torch.float64, attn_implementation="eager"
     )
     assert next(model.parameters()).dtype == torch.float64
+    assert model.generation_config.max_new_tokens == 7
     torch.testing.assert_close(logits(model, GPT2), logits(plain, GPT2))
 
 
@@ -58,6 +62,8 @@ def test_from_pretrained_with_transformers_arguments_gives_the_logits_of_plain_t
         ({"attn_implementation": "paged"}, "attention="),
         ({"attn_implementation": "eager", "attention": "sdpa"}, "attention="),
         ({"device_map": "auto"}, "device="),
+        ({"use_kernels": True}, "pass kernels="),
+        ({"key_mapping": {"a": "b"}}, "rename the tensors"),
         ({"use_safetensors": False}, "allow_pickle=True"),
         ({"state_dict": {}}, "files of the checkpoint"),
         ({"config": {"n_layer": 3}}, "found a dict, expected a config"),

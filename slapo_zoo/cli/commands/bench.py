@@ -57,12 +57,8 @@ def bench(
         return _kernels(only, quick, output, resume)
     if beside is not None:
         hint = f"in a checkout of the source: python3 ci/run.py beside {model} {beside} --tp {tp}"
-        raise SlapoError(
-            "bench",
-            "--beside",
-            "the comparison with other libraries is not part of the package",
-            hint,
-        )
+        problem = "the comparison with other libraries is not part of the package"
+        raise SlapoError("bench", "--beside", problem, hint)
     from slapo_zoo.cli.training import step_times
     from slapo_zoo.cli.training.checks import row_length
     from slapo_zoo.pipeline.trace_files import require_matplotlib
@@ -115,9 +111,8 @@ def _kernels(only: str, quick: bool, output: Path | None, resume: bool) -> Any:
 
     if not any(name.startswith(tuple(only.split(","))) for name in SHAPES):
         hint = f"choose among {', '.join(SHAPES)}"
-        raise SlapoError(
-            "bench kernels", f"--only {only}", "found no kernel whose name begins with this", hint
-        )
+        problem = "found no kernel whose name begins with this"
+        raise SlapoError("bench kernels", f"--only {only}", problem, hint)
     found, lines = run(quick, only, output, again=not resume), []
     for title, rows in found.items():
         lines.append(title)

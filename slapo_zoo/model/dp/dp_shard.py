@@ -251,9 +251,8 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
     if (ranks := mesh.size("loss")) % size:
         near = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
         problem = f"found {size}, which does not divide {mesh.named('loss')}={ranks}"
-        raise MeshError(
-            "from_pretrained", f"dp_shard={size}", problem, f"pass a divisor; the nearest is {near}"
-        )
+        hint = f"pass a divisor; the nearest is {near}"
+        raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)
     if target not in (None, "torch") or options:
         problem = "with target= or target_options= the engine shards parameters itself"
         hint = "leave out dp_shard=, or leave out target= and target_options="

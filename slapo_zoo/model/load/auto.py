@@ -52,6 +52,8 @@ def _from_files(
         load = LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes)
         source = Source(str(name_or_path), revision, allow_pickle, config_changes, hub, load)
         model = load_checkpoint("from_pretrained", options, source, _prepared)
+        if hub.generation_config is not None:
+            model.generation_config = hub.generation_config
         return in_target(model, options.target, options.target_options)
 
 

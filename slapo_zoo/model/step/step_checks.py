@@ -101,8 +101,15 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
         raise SlapoError("train_step", "batch", problem, hint)
 
 
-def require_trained(trains: bool) -> None:
-    """Raise SlapoError if `trains` is False, i.e. if no parameter and no input of the step takes a gradient."""
+def require_trained(trains: bool, adapters: Any = None) -> None:
+    """Raise SlapoError if `trains` is False, i.e. if no parameter and no input of the step takes a gradient, or if one of
+    `adapters` (name --> config of peft) is AdaLoRA, whose own forward adds a term to the loss.
+    """
+    if any(str(config.peft_type).endswith("ADALORA") for config in (adapters or {}).values()):
+        hint = "use the loss of the PeftModel: model(**batch).loss.backward()"
+        raise SlapoError(
+            "train_step", "AdaLoRA", "peft adds a term to the loss in its own forward", hint
+        )
     if not trains:
         problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"

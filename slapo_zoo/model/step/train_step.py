@@ -254,7 +254,8 @@ def run(step: Step) -> Tensor:
     """Run forward and backward of all micro-batches; return this rank's share of the loss: shares sum to the mean."""
     runtime = step.runtime
     engine, pipeline = runtime.data_parallel, runtime.pipeline
-    step_checks.require_trained(step.trains or step.model.mesh.pp > 1)  # another stage may
+    trains = step.trains or step.model.mesh.pp > 1  # another stage may
+    step_checks.require_trained(trains, runtime.peft_config)
     given = step.tensors, step.whole, step.count
     if pipeline is None:
         loss = _accumulate(engine, step.loss_of, *given)

@@ -98,12 +98,8 @@ class Program:
                 names = sorted(arithmetic.names_in(arithmetic.parse_comparison(text)))
                 found = ", ".join(f"{name} = {numbers[name]}" for name in names)
                 hint = "choose a mesh and a model for which it holds, or another card"
-                raise CardError(
-                    "card",
-                    f"constraint {text!r}",
-                    f"the constraint does not hold: found {found}",
-                    hint,
-                )
+                problem = f"the constraint does not hold: found {found}"
+                raise CardError("card", f"constraint {text!r}", problem, hint)
         return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
 
     def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:

@@ -26,9 +26,8 @@ def parse(data: bytes, where: str) -> Any:
         problem = f"found bytes that are not UTF-8, at offset {error.start}"
     except json.JSONDecodeError as error:
         problem = f"{error.msg} in line {error.lineno}"
-    raise CardError(
-        where, "JSON", problem, "edit the file: a card is short JSON without repeated keys or NaN"
-    )
+    hint = "edit the file: a card is short JSON without repeated keys or NaN"
+    raise CardError(where, "JSON", problem, hint)
 
 
 def _parse(data: bytes) -> Any:
