@@ -110,7 +110,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
     """
     theirs = given.pop("attn_implementation", None)
     if theirs is not None:
-        if attention is not None or theirs not in ATTENTION:
+        if attention is not None or str(theirs) not in ATTENTION:  # a dict is one for each part
             found = f"attn_implementation={theirs!r}" + (f", attention={attention!r}" if attention else "")  # fmt: skip
             problem = f"expected one of {', '.join(ATTENTION)}, and no attention= beside it"
             raise SlapoError(WHERE, found, problem, "pass attention= alone")

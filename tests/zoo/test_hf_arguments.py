@@ -60,6 +60,7 @@ def test_from_pretrained_with_transformers_arguments_gives_the_logits_of_plain_t
     ("options", "words"),
     [
         ({"attn_implementation": "paged"}, "attention="),
+        ({"attn_implementation": {"": "eager"}}, "attention="),
         ({"attn_implementation": "eager", "attention": "sdpa"}, "attention="),
         ({"device_map": "auto"}, "device="),
         ({"use_kernels": True}, "pass kernels="),
