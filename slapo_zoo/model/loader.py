@@ -276,7 +276,7 @@ def load_checkpoint(
         with source.open(step, mesh, folder) as (config, checkpoint):
 
             def fill(build: Assembly) -> Any:
-                build.keys = build.keys.as_in(checkpoint.keys())
+                build.keys = build.keys.as_in(checkpoint.key_to_file)
                 return build.weights_of(checkpoint, source.load)
 
             stored = partial(checkpoint_dtype, config, checkpoint)

@@ -8,7 +8,7 @@ saves are never mixed.
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,12 +122,6 @@ def crc_of_file(path: Path, stop: int | None = None) -> int:
         while left > 0 and (piece := file.read(min(PIECE, left))):
             crc, left = zlib.crc32(piece, crc), left - len(piece)
     return crc
-
-
-def raise_first(damages: Iterable[WeightsError]) -> None:
-    """Raise the first error of an iterable; do nothing when it is empty."""
-    for damage in damages:
-        raise damage
 
 
 def damaged_files(

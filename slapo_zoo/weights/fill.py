@@ -53,7 +53,7 @@ def fill_from_folder(
     """
     begin, mesh, specs = time.perf_counter(), plan.mesh, plan.saved
     with AnonymousPeak(exact=False) as peak:
-        key_of = {keys.to_model(key): key for key in folder.keys()}  # noqa: SIM118 - not a dict
+        key_of = {keys.to_model(key): key for key in folder.key_to_file}
         expected = keys.read_specs(specs, key_of)
         names = match_names(
             [spec.name for spec in expected], key_of, model.base_model_prefix,

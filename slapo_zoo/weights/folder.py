@@ -5,6 +5,7 @@ A `pytorch_model.bin` is read only if the user allows it; its reader has the int
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -72,7 +73,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in found.items()}
 
 
-class CheckpointFolder:
+class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
     """Opened checkpoint folder, which gives access to tensors by key; `open_checkpoint` makes it.
 
     Attributes:
@@ -97,10 +98,6 @@ class CheckpointFolder:
     def files_opened(self) -> int:
         """Return the number of weight files opened so far."""
         return len(self._files)
-
-    def keys(self) -> list[str]:
-        """Return the keys (tensor names) of all files of the checkpoint."""
-        return list(self.key_to_file)
 
     def view(self, key: str) -> Tensor:
         """Return a tensor over the mapped file, in the file's shape and dtype; bytes are read on first use."""
@@ -176,9 +173,6 @@ class CheckpointFolder:
         """Close the files; views made before stay valid."""
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> "CheckpointFolder":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

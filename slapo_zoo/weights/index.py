@@ -96,6 +96,4 @@ def index_name(stem: str) -> str:
     "model.fp16" --> model.safetensors.index.fp16.json.
     """
     base, _, variant = stem.partition(".")
-    return (
-        f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
-    )
+    return f"{base}.safetensors.index.{variant + '.' if variant else ''}json"

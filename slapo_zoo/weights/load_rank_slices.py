@@ -68,12 +68,9 @@ class Loaded(NamedTuple):
 
 
 def load_tensors(
-    targets: Mapping[str, Target],
-    folder: CheckpointFolder,
-    source: Mapping[str, str],
-    mesh: Mesh,
+    targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh,
     check_finite: bool = False,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Fill every target from its checkpoint key, with zeros for padding; return what was read.
 
     rewrite:  w [..., size, ...] in the file  -->  tensor [..., local_size(size, n, r), ...] on rank r of n

@@ -107,7 +107,7 @@ def _dtype(path: str, name: str, code: str) -> torch.dtype:
     return DTYPES[code]
 
 
-class SafetensorsFile:
+class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
     """A validated safetensors file; only the header is read until a view is used.
 
     Args:
@@ -174,9 +174,6 @@ class SafetensorsFile:
         """Close the file; views made before stay valid."""
         self._file.close()
         self._pages = None
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

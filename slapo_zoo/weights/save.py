@@ -107,13 +107,9 @@ class _Save:
     """Steps of one save on one rank, and the data that the steps share; only rank 0 creates folders and files."""
 
     def __init__(
-        self,
-        target: Path,
-        sets: Mapping[str, Sequence[TensorSpec]],
-        local: Mapping[str, Tensor],
-        mesh: Mesh,
-        rows: Mapping[str, Rows | None],
-    ):
+        self, target: Path, sets: Mapping[str, Sequence[TensorSpec]], local: Mapping[str, Tensor],
+        mesh: Mesh, rows: Mapping[str, Rows | None],
+    ):  # fmt: skip
         self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
         self.replaced, self.layout = _replaced_by(next(iter(sets))), Layout()

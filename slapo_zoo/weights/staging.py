@@ -145,19 +145,19 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
 
 def bring_back(target: Path) -> None:
     """Move the old folder back to `target` if a save was killed between its two renames."""
-    if os.path.lexists(target) or not _moved_away(target):
+    if os.path.lexists(target) or not _beside(target, "previous"):
         return
     time.sleep(BLINK_S)  # a running save is between its renames only briefly
-    found = _moved_away(target)
+    found = _beside(target, "previous")
     if found and not os.path.lexists(target):
         with suppress(OSError):  # another rank was faster
             os.rename(max(found, key=lambda path: path.stat().st_mtime), target)
 
 
-def _moved_away(target: Path) -> list[Path]:
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.previous-[0-9a-f]{{8}}")
+def _beside(target: Path, kind: str) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.({kind})-[0-9a-f]{{8}}")
     try:
-        return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
+        return [path for path in sorted(target.parent.iterdir()) if pattern.fullmatch(path.name)]
     except OSError:
         return []
 
@@ -165,12 +165,9 @@ def _moved_away(target: Path) -> list[Path]:
 def _sweep(target: Path) -> None:
     """Clean up after killed saves: move the target's old folder back if needed, delete temporary folders."""
     bring_back(target)
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|previous)-[0-9a-f]{{8}}")
-    for path in sorted(target.parent.iterdir()):
-        match = pattern.fullmatch(path.name)
-        if match is None or _is_alive(path):
-            continue
-        shutil.rmtree(path, ignore_errors=True)
+    for path in _beside(target, "partial|previous"):
+        if not _is_alive(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_alive(path: Path) -> bool:

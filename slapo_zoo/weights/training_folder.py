@@ -1,7 +1,7 @@
 """Open the files of a training checkpoint, check that all belong to the same save, and compare a folder with its checksums."""
 
 import json
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from slapo_zoo.weights.checksums import (
     Checksums,
     damaged_files,
     damaged_tensors,
-    raise_first,
     read_checksums,
     require_same_save,
 )
@@ -24,7 +23,7 @@ from slapo_zoo.weights.training_state import FILE, read_state
 
 
 @dataclass(frozen=True)
-class TrainingFolder:
+class TrainingFolder(AbstractContextManager["TrainingFolder"]):
     """Open files of a training checkpoint; they stay readable when the folder is replaced.
 
     Args:
@@ -58,15 +57,13 @@ class TrainingFolder:
             parts: number of groups.
         """
         for folder in self.folders if self.kept is not None else ():
-            raise_first(damaged_tensors(folder, self.kept, part, parts))
+            for damage in damaged_tensors(folder, self.kept, part, parts):
+                raise damage
 
     def close(self) -> None:
         """Close the files of the model and of the optimizer."""
         for one in self.folders:
             one.close()
-
-    def __enter__(self) -> "TrainingFolder":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -88,7 +85,8 @@ def open_training(
     """
     kept = read_checksums(path)
     if kept is not None:
-        raise_first(damaged_files(path, kept, WEIGHT_FILE))
+        for damage in damaged_files(path, kept, WEIGHT_FILE):
+            raise damage
     state = read_state(path) if needs_state or (path / FILE).exists() else {}
     expected = kept.save if kept is not None else None
     if state and state.get("save") != expected:

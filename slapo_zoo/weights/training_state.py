@@ -113,10 +113,6 @@ def _stream(value: Any) -> str:
     return next(filter(None, map(_count, counts)), "")
 
 
-def _record(value: Any) -> str:
-    return "" if value is None else check_record(value)
-
-
 def _scheduler(value: Any) -> str:
     is_state = value is None or isinstance(value, dict)
     return "" if is_state else f"found {type(value).__name__}, expected the state of a scheduler"
@@ -139,13 +135,9 @@ def _loss_scale(value: Any) -> str:
     return _count(value["good_steps"]) if is_scale else f"found the scale {scale!r:.40}"
 
 
-def _states(value: Any) -> str:
-    return "" if isinstance(value, dict) else f"found {type(value).__name__}, expected states"
-
-
 CHECKS: dict[str, Callable[[Any], str]] = {
-    "step": _count, "mesh": _mesh, "random": _stream, "torch_random": _states,
-    "optimizer": _record, "scheduler": _scheduler, "data_position": _copies, "extra": _copies,
+    "step": _count, "mesh": _mesh, "random": _stream, "torch_random": lambda it: "" if isinstance(it, dict) else f"found {type(it).__name__}, expected states",
+    "optimizer": lambda it: "" if it is None else check_record(it), "scheduler": _scheduler, "data_position": _copies, "extra": _copies,
 }  # fmt: skip
 
 

@@ -41,13 +41,9 @@ class Written(NamedTuple):
 
 
 def write_tensors(
-    path: Path,
-    slots: Mapping[str, Slot],
-    specs: Sequence[TensorSpec],
-    local: Mapping[str, Tensor],
-    mesh: Mesh,
-    rows: Mapping[str, Rows | None] | None = None,
-) -> Written:
+    path: Path, slots: Mapping[str, Slot], specs: Sequence[TensorSpec], local: Mapping[str, Tensor],
+    mesh: Mesh, rows: Mapping[str, Rows | None] | None = None,
+) -> Written:  # fmt: skip
     """Write this rank's slices into the files below `path` and flush them to disk.
 
     At most one tensor at a time is copied (to the CPU, or to make it contiguous).

@@ -96,7 +96,7 @@ def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
     """Return the dtype that the config names, else the dtype of the first floating tensor in the checkpoint's files."""
     if config.dtype is not None:
         return config.dtype
-    dtypes = (checkpoint.dtype(key) for key in checkpoint.keys())  # noqa: SIM118 - not a dict
+    dtypes = (checkpoint.dtype(key) for key in checkpoint.key_to_file)
     return next((d for d in dtypes if d.is_floating_point), torch.float32)
 
 

@@ -343,7 +343,7 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
     """Fill `values` (key --> tensor) from an adapter's files; SlapoError if a key in the files is not in `wanted`."""
     with open_adapter(folder) as files:
-        if unknown := sorted(set(files.keys()) - wanted):
+        if unknown := sorted(set(files.key_to_file) - wanted):
             problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
             hint = "load an adapter that was saved for this model class and number of blocks"
             raise SlapoError(str(folder), "adapter", problem, hint)
