@@ -79,6 +79,12 @@ def group_kinds() -> set[str]:
     return {device.type for device in world._device_types}
 
 
+def is_for_gpus() -> bool:
+    """Return whether the default group is one of GPUs; a group of gloo alone, which can send their tensors too, is not."""
+    config = str(dist.get_backend_config())  # "cuda:nccl", "cpu:gloo,cuda:gloo", ...
+    return "cuda:" in config and "cuda:gloo" not in config
+
+
 class _WorldPerThread:
     """Replacement of `distributed_c10d._world` that gives every thread its own process groups."""
 

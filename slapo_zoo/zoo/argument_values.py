@@ -1,5 +1,6 @@
 """Resolve arguments of `AutoScheduledModel.from_pretrained`: mesh, checkpoint folder, dtype, device and config."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
-from slapo_zoo.parallel.compat import group_kinds
+from slapo_zoo.parallel.compat import is_for_gpus
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import ALWAYS, Mesh
 from slapo_zoo.parallel.paths import nearest
@@ -115,14 +116,24 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def pick_device(device: str | torch.device | None) -> torch.device:
     """Return the requested device. For None, return this rank's GPU, or the CPU if there is no GPU, or only gloo is used."""
+    takes_gpu = torch.cuda.is_available()
+    if takes_gpu and dist.is_initialized() and (takes_gpu := is_for_gpus()):
+        _use_own_gpu()
     if device is not None:
         return _named_device(device)
-    if dist.is_initialized() and "cuda" not in group_kinds():
-        return torch.device("cpu")
-    # The launcher has made this rank's GPU the current one.
-    return (
-        torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
-    )
+    return torch.empty(0, device="cuda").device if takes_gpu else torch.device("cpu")
+
+
+def _use_own_gpu() -> None:
+    """Make this rank's GPU the current one where the user's init_process_group("nccl") left that open: the device that
+    the group is bound to or, if CUDA was not used yet, the one of LOCAL_RANK.
+    """
+    world: Any = dist.group.WORLD
+    local, own = os.environ.get("LOCAL_RANK"), world.bound_device_id
+    if own is None and local is not None and not torch.cuda.is_initialized():
+        own = torch.device("cuda", int(local) % torch.cuda.device_count())
+    if own is not None and own.type == "cuda":
+        torch.cuda.set_device(own)
 
 
 def _named_device(device: str | torch.device) -> torch.device:

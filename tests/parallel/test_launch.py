@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,7 @@ from slapo_zoo.parallel.ranks import killed_rank, process_group
 from slapo_zoo.parallel.ranks.killed_rank import peer_error, publish_error, rank_guard
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
+from slapo_zoo.zoo import argument_values
 
 
 def rank_sum(offset):
@@ -251,26 +253,43 @@ def test_peers_of_a_failed_rank_under_torchrun_raise_the_error_of_that_rank(tmp_
     assert "a bad number" in errors
 
 
-NODES = {"WORLD_SIZE": "16", "LOCAL_RANK": "3"}
-TASKS = NODES | {"SLURM_STEP_NUM_TASKS": "16", "LOCAL_WORLD_SIZE": "8"}
-
-
 @pytest.mark.parametrize(
-    "gpus, variables, expected",
-    [(8, {"LOCAL_WORLD_SIZE": "8"}, 3), (8, {"LOCAL_SIZE": "8"}, 3), (8, {}, None), (0, {}, None),
-     (1, TASKS | {"SLURM_GPUS_PER_TASK": "a100:1"}, 0), (1, TASKS, None),
-     (2, {"SLURM_GPUS_PER_TASK": "2", "LOCAL_WORLD_SIZE": "8"}, None)],
-    ids=["torchrun", "deepspeed", "by hand", "no GPU", "srun, own GPUs", "srun, one GPU", "torchrun in srun"],
+    "shown, local, expected",
+    [(("ab", "ab"), (0, 1), [0, 1]), (("a", "b"), (0, 1), [0, 0]), (("ab", "ab"), (None, None), [0, 1]),
+     (("a", "a"), (0, 1), [None, None]), (("a", ""), (0, 0), [None, None])],
+    ids=["torchrun", "each sees its own", "by hand", "one GPU for two", "a machine without"],
 )  # fmt: skip
-def test_each_rank_takes_the_gpu_that_its_launcher_gives_it(monkeypatch, gpus, variables, expected):
-    for name in (*NODES, *TASKS, "LOCAL_SIZE", "SLURM_GPUS_PER_TASK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (NODES | variables).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    found = process_group._cuda_device()
-    assert (found and found.index) == expected
+def test_each_rank_takes_a_gpu_of_its_own_or_none_does(monkeypatch, shown, local, expected):
+    """`shown` lists the GPUs that rank 0 and rank 1 see, by name. A rank may join again, after it has left."""
+    store, found = dist.HashStore(), []
+    for rank in (0, 1):
+        store.set(f"slapo_zoo/has_gpu/{rank}", "1")  # until the rank says it: the ranks run in turn
+    for rank in (0, 1, 0, 1):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local[rank] is not None:
+            monkeypatch.setenv("LOCAL_RANK", str(local[rank]))
+        named = [SimpleNamespace(uuid=name) for name in shown[rank]]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(named))  # noqa: B023
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(named))  # noqa: B023
+        monkeypatch.setattr(torch.cuda, "get_device_properties", named.__getitem__)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        found.append(process_group._own_gpu(store, rank, 2))
+    assert [one and one.index for one in found[2:]] == expected
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(None, [3]), (torch.device("cuda", 1), [1])])
+def test_loader_takes_the_gpu_that_a_group_of_the_user_leaves_open(monkeypatch, bound, expected):
+    """After `init_process_group("nccl")` the current GPU of every rank is number 0."""
+    world, taken = SimpleNamespace(bound_device_id=bound), []
+    group = SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(argument_values, "dist", group)
+    monkeypatch.setattr(argument_values, "is_for_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(device.index))
+    assert argument_values.pick_device("cuda").type == "cuda"
+    assert taken == expected
 
 
 @pytest.mark.parametrize("device, start", [(None, "spawn"), ("cuda", "spawn"), ("cpu", "fork")])

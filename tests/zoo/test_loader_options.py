@@ -199,15 +199,17 @@ def with_options(case, folder, sizes, options):
 
 
 @pytest.mark.parametrize(
-    "kinds, device", [({"cpu"}, "cpu"), ({"cuda"}, "cuda"), ({"cpu", "cuda"}, "cuda")]
+    "config, device",
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")],
 )
-def test_model_goes_to_the_gpu_if_the_process_group_serves_gpus_too(monkeypatch, kinds, device):
-    """`init_process_group()` and "cpu:gloo,cuda:nccl" make a group of both."""
+def test_model_goes_to_the_gpu_if_the_process_group_is_one_of_gpus(monkeypatch, config, device):
+    """Ranks of gloo alone (`run_local(device="cpu")`, or fewer GPUs than ranks) would all take the first GPU."""
     from slapo_zoo.zoo import argument_values
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(argument_values.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(argument_values, "group_kinds", lambda: kinds)
+    monkeypatch.setattr(argument_values.dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(argument_values, "_use_own_gpu", lambda: None)
     monkeypatch.setattr(
         torch, "empty", lambda _, device: SimpleNamespace(device=torch.device(device))
     )

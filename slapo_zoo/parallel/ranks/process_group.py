@@ -18,6 +18,7 @@ from slapo_zoo.parallel.ranks import background, heartbeat
 from slapo_zoo.parallel.ranks.killed_rank import VARIABLE, State, is_lost_peer
 from slapo_zoo.parallel.ranks.slurm import slurm_environment
 from slapo_zoo.parallel.ranks.store import fresh_store, is_restartable, meet, open_store
+from slapo_zoo.parallel.rng.seeds import get_logger
 
 TIMEOUT_S = 60.0  # timeout of a collective; torch's default is 30 minutes
 START_S = 600.0  # seconds until all processes of a job have started
@@ -66,21 +67,19 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
         return dist.is_initialized()
     if not os.environ.keys() >= OF_TORCHRUN:
         os.environ.update(slurm_environment())
-    os.environ.setdefault("LOCAL_RANK", "0")
-    cuda = _cuda_device() if device != "cpu" else None
-    if cuda is not None:
-        torch.cuda.set_device(cuda)
-    elif device == "cuda":
-        problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
-        hint = "start fewer ranks here, or pass device='cpu'"
-        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, hint)
-    backend = "gloo" if cuda is None else "nccl"
     start_s = START_S if timeout_s is None else timeout_s
     timeout = timedelta(seconds=timeout_of(timeout_s))
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = (fresh_store if is_restartable() else open_store)(rank, size, start_s)
         meet(store, rank, size, start_s)
+        cuda = _own_gpu(store, rank, size) if device != "cpu" else None
+        if cuda is None and device == "cuda":
+            problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
+            hint = "start fewer ranks here, or pass device='cpu'"
+            raise MeshError(f"rank {rank}", "device='cuda'", problem, hint)
+        os.environ.setdefault("LOCAL_RANK", str(cuda.index if cuda else 0))
+        backend = "nccl" if cuda else "gloo"
         join_group(store, rank, size, backend=backend, timeout=timeout, device_id=cuda)
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
@@ -133,19 +132,25 @@ def _all_joined(store: Any, size: int, is_one: bool) -> bool:
     return True
 
 
-def _cuda_device() -> torch.device | None:
-    """Return this rank's CUDA device; None if the machine has fewer devices than local ranks.
+def _own_gpu(store: Any, rank: int, size: int) -> torch.device | None:
+    """Return this rank's CUDA device, made the current one; None on all ranks unless each has a device of its own. All
+    `size` ranks call this function, and tell each other through `store` whether they have one.
 
-    `srun --gpus-per-task` shows each task its own devices alone.
+    A launcher shows a rank all devices of its machine, or (`srun --gpus-per-task`, Ray) the rank's own devices alone.
     """
-    env, count = os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # the deepspeed launcher calls it LOCAL_SIZE
-    ranks = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or env["WORLD_SIZE"])
-    if count >= ranks:
-        return torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
-    shown = env.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1", or "a100:1"
-    is_task = env["WORLD_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
-    return torch.device("cuda", 0) if is_task and count and shown == str(count) else None
+    count, has_own = torch.cuda.device_count() if torch.cuda.is_available() else 0, False
+    index = int(os.environ.get("LOCAL_RANK", rank)) % max(count, 1)
+    if count:
+        key = f"slapo_zoo/gpu/{torch.cuda.get_device_properties(index).uuid}"
+        has_own = store.compare_set(key, "", str(rank)) == str(rank).encode()
+    store.set(f"slapo_zoo/has_gpu/{rank}", str(int(has_own)))
+    if b"0" in store.multi_get([f"slapo_zoo/has_gpu/{other}" for other in range(size)]):
+        if count and rank == 0:
+            text = "found %d CUDA devices here, expected one per local rank: all %d ranks compute on the CPU"
+            get_logger("slapo_zoo").warning(text, count, size)
+        return None
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def shutdown_distributed(failed: bool = False) -> None:
