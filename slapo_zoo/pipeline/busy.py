@@ -40,13 +40,8 @@ class Busy:
     def bubble(self, group: Any) -> float | None:
         """Return the share of time since the last call of `bubble` in which ranks computed nothing; a collective call.
 
-        The elapsed time is that of the slowest rank. Tensor-parallel collectives count as computing.
-
-        Args:
-            group: process group of the pipeline's ranks.
-
-        Returns:
-            A number from 0 to 1; None when no step ran.
+        The share is a number from 0 to 1, None when no step ran. The elapsed time is that of the slowest rank in
+        `group`, the process group of the pipeline's ranks. Tensor-parallel collectives count as computing.
         """
         mine = [self._seconds(self._actions), self._seconds(self._steps)]
         self._actions, self._steps = [], []

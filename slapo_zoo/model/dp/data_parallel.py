@@ -105,11 +105,7 @@ class DataParallel:
         """Do nothing after a backward in the user's own loop (without `train_step`): hooks have reduced all gradients.
 
         ZeRO (`Sharded`) overrides this method: it releases gathered parameters and averages gradients of adapters.
-
-        Args:
-            parameters: trained parameters of this rank.
-            mesh: mesh of the model.
-            paused: True within `model.no_sync()`, where no gradient is averaged over dp.
+        `parameters` are this rank's trained ones; `paused` is True within `model.no_sync()`, where nothing is averaged.
         """
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:

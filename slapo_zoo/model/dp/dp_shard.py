@@ -121,12 +121,8 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return `value` (a parameter, its gradient or optimizer state), gathered over dp: a collective call.
-
-        Args:
-            value: this rank's rows of the tensor; a tensor that ZeRO does not shard is returned as a clone.
-            p: the parameter that `value` belongs to.
-            shape: shape of the parameter before ZeRO sharded it.
+        """Return this rank's rows `value` of parameter `p`, its gradient or optimizer state, gathered over dp: a collective
+        call. A tensor that ZeRO does not shard is cloned. `shape` is that of the parameter before ZeRO sharded it.
         """
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value

@@ -100,9 +100,11 @@ class Shards(RowsOfRank):
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))
         *places, held = flat.split(sizes, 1)
-        held.copy_(held.new_tensor([g is not None for g in grads]).expand_as(held))
-        for grad, place, shape in zip(grads, places, shapes, strict=True):
-            for r in range(self.size) if grad is not None else ():
+        for grad, place, shape, is_there in zip(grads, places, shapes, held.unbind(1), strict=True):
+            if grad is None:
+                continue
+            is_there.fill_(1.0)  # copying a list would make the host wait
+            for r in range(self.size):
                 rows = grad[r * self.rows(shape) : (r + 1) * self.rows(shape)].reshape(-1)
                 place[r, : len(rows)].copy_(rows)
         out = flat.new_empty(flat.shape[1])
