@@ -13,6 +13,7 @@ import torch
 
 from heads import HEADS
 from parity import Case, batch_of, tiny_config
+from slapo_zoo.errors import SlapoError
 
 FAMILIES = {
     "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration",
@@ -168,7 +169,8 @@ def _waits(family, layout, options):
 
 
 WAITS = [("gpt2", (2, 1, 2), {"config": ONE_BLOCK["gpt2"]}), ("swin", (1, 1, 1), {"dropout": 0.1}),
-         ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
+         ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]}),
+         ("gpt2", (1, 1, 2), {"dp_shard": 2, "config": ONE_BLOCK["gpt2"]})]  # fmt: skip
 MORE_WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}), ("falcon", (1, 1, 1), {}), ("whisper", (1, 1, 2), {}),
               ("gpt_neo", (1, 1, 1), {}), ("deberta-v2", (1, 1, 1), {})]  # fmt: skip
 # A GPU has a kernel for the products of experts in bfloat16 alone, of rows of 16 bytes.
@@ -216,6 +218,25 @@ def test_train_steps_after_warm_up_sync_host_and_device_at_most_once(device_rank
     world = layout[0] * layout[1] * layout[2]
     for found in device_ranks.run(_waits_of_steps, world, family, layout, 20):
         assert max(found[17:]) <= 1, found
+
+
+def _losses_of_cpu_batch(layout):
+    from other_device import DEVICE, DeviceOnly, install
+
+    install()
+    with warnings.catch_warnings(), DeviceOnly():
+        warnings.simplefilter("ignore")
+        model, batch = _model("gpt2", layout, DEVICE, config=ONE_BLOCK["gpt2"])
+        there = {name: x.cpu() for name, x in batch.items()}
+        found = [float(model.train_step(one)) for one in (batch, there)]
+        with pytest.raises(SlapoError, match=rf"input_ids: found a tensor on cpu.*{DEVICE}"):
+            model(**there)
+    return found
+
+
+def test_train_step_moves_a_cpu_batch_to_the_model_and_a_call_names_the_tensor(device_ranks):
+    for on_device, on_cpu in device_ranks.run(_losses_of_cpu_batch, 2, (1, 1, 2)):
+        assert on_cpu == on_device
 
 
 # per step, the dp ranks whose loss reads the contact head of ESM, which its own loss leaves out

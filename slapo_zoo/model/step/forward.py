@@ -15,7 +15,7 @@ from slapo_zoo.model.dp.dp_shard import Sharded
 from slapo_zoo.model.gradients.batch_check import check_peers
 from slapo_zoo.model.gradients.step_guard import ALWAYS
 from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
-from slapo_zoo.model.step.input_errors import explained
+from slapo_zoo.model.step.input_errors import explained, require_device
 from slapo_zoo.model.step.of_all_tokens import cut_call, cut_of_call, run_cut
 from slapo_zoo.model.step.outputs import refuse_outputs, set_return_dict
 from slapo_zoo.model.step.own_loss import whole_output
@@ -55,6 +55,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     stream, rows = runtime.schedule.state.random, count_rows(batch)
     if model.training and runtime.schedule.state.checkpointed:
         batch["use_cache"] = False  # a recomputation would append to the cache again
+    require_device(model, batch)
     _keep_documents_apart(model, batch)
     given, cut = batch, cut_of_call(model)
     batch = batch if cut is None else cut_call(model, cut, batch)

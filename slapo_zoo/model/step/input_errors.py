@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.pipeline.pipeline_runtime import MAIN_INPUTS
 
 IDS = ("input_ids", "decoder_input_ids")
 SPARE = 2  # rows that OPT's table of positions has beyond those of the config
@@ -34,6 +35,16 @@ def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
             if isinstance(ids, Tensor) and ids.ndim == 2 and ids.numel() and not ids.is_cuda:
                 _explain(model, config, name, ids, error)
         raise
+
+
+def require_device(model: Any, batch: Mapping[str, Any]) -> None:
+    """Raise SlapoError if a main input in `batch`, e.g. `input_ids`, is on the CPU and the model is on another device."""
+    device, given = next(model.parameters()).device, {name: batch.get(name) for name in MAIN_INPUTS}
+    here = [n for n, x in given.items() if isinstance(x, Tensor) and x.device.type == "cpu"]
+    if here and device.type not in ("cpu", "meta"):
+        problem = f"found a tensor on cpu, the model is on {device}"
+        hint = "move the batch: {k: x.to(model.device) for k, x in batch.items()}; train_step(batch) does so"
+        raise SlapoError("forward", here[0], problem, hint)
 
 
 def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) -> None:

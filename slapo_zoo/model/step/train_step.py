@@ -144,7 +144,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 
     `options` are the step's other arguments, such as the number of micro-batches.
     """
-    cut = cut_of(model)
+    cut, batch = cut_of(model), _on_device(model, batch)
     if options.batch_is_sharded and cut is not None:
         batch = whole_batch(cut, batch)
     step = split(model, options, *check(model, batch, options))
@@ -157,6 +157,13 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         loss = run(step)
         reduce(step)
     return share(step, loss)
+
+
+def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch with its CPU tensors copied to the model's device, which the load may have chosen."""
+    device = next(model.parameters()).device
+    there = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
+    return {**batch, **{k: v.to(device, non_blocking=True) for k, v in there.items()}}
 
 
 def check(
