@@ -47,7 +47,7 @@ class HostCopy:
             side = _side(whole.device)
             side.wait_stream(torch.cuda.current_stream(whole.device))
             with torch.cuda.stream(side):
-                self.here = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
+                self.here = torch.empty_like(whole, device="cpu", pin_memory=True)
                 self.here.copy_(whole, non_blocking=True)
             whole.record_stream(side)
 

@@ -33,6 +33,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
+from slapo_zoo.parallel.ranks.patience import patient_group
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.load_memory import settle
 from slapo_zoo.weights.push import Push
@@ -183,7 +184,8 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
         with rank_guard("consolidated_state_dict"):
             refresh_specs(self, "consolidated_state_dict")
             local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads)
-            return consolidate.gather(local, self._slapo.specs, self.mesh)
+            hosts = patient_group() if self.mesh.world_size > 1 else None
+            return consolidate.gather(local, self._slapo.specs, self.mesh, hosts)
 
     def stream_weights(
         self, dtype: Any = None, bucket: int | str = "512MB", ranks: Collection[int] = (0,)

@@ -34,7 +34,7 @@ def local_tensors(
 
 
 def gather(
-    local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
+    local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh, group: Any = None
 ) -> dict[str, Tensor]:
     """Gather shards from all ranks; return {name: unsharded tensor} on rank 0, {} on others. A collective call.
 
@@ -42,13 +42,14 @@ def gather(
         local: name --> this rank's tensor.
         specs: name, unsharded shape and sharding of each tensor.
         mesh: mesh with this rank.
+        group: process group of all ranks; with nccl (None: the default group) the GPU of rank 0 holds all shards.
     """
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
         everyone = [mine]
     else:
         everyone = [{} for _ in range(mesh.world_size)] if mesh.rank == 0 else None
-        dist.gather_object(mine if mesh.coord("loss") == 0 else {}, everyone)
+        dist.gather_object(mine if mesh.coord("loss") == 0 else {}, everyone, group=group)
     if everyone is None:
         return {}
     return {spec.name: _assemble(spec, everyone, mesh) for spec in specs
@@ -59,7 +60,7 @@ def _assemble(spec: TensorSpec, everyone: list[dict[str, Tensor]], mesh: Mesh) -
     ranks = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None:
         return everyone[ranks[0]][spec.name]
-    full = torch.empty(spec.shape, dtype=everyone[ranks[0]][spec.name].dtype)
+    full = torch.empty(spec.shape, dtype=everyone[ranks[0]][spec.name].dtype, device="cpu")
     for r, rank in enumerate(ranks):
         put_part(full, everyone[rank][spec.name], spec.placement, mesh.tp, r)
     return full

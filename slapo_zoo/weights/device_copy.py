@@ -23,17 +23,14 @@ class DeviceCopy:
 
     def __init__(self, device: torch.device, size: int = BUFFER):
         self._device, self._cuda = device, device.type == "cuda"
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in "12"]
+        kind = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self._cuda}
+        self._buffers = [torch.empty(size, **kind) for _ in "12"]
         self._sent: list[Any] = [None, None]
         self._turn = 0
 
     def fill(self, tensor: Tensor, axis: int, parts: Sequence[Tensor]) -> None:
-        """Copy `parts`, concatenated along `axis` and cast, into a tensor on the device.
-
-        Args:
-            tensor: target on the device, as large as all parts together.
-            axis: axis of the concatenation.
-            parts: CPU tensors of any strides and dtype.
+        """Copy `parts`, CPU tensors of any strides and dtype, into `tensor` on the device: they are concatenated along
+        `axis`, to the shape of `tensor`, and cast to its dtype.
         """
         for piece, sources in _pieces(tensor, parts, axis, self._buffers[0].nbytes):
             buffer = self._next().narrow(0, 0, piece.nbytes).view(piece.dtype).view(piece.shape)
@@ -63,13 +60,8 @@ class DeviceCopy:
 def _pieces(
     tensor: Tensor, parts: Sequence[Tensor], axis: int, most: int
 ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-    """Yield (some rows of the target, slices of the parts that make these rows), each fitting into a buffer.
-
-    Args:
-        tensor: the target tensor.
-        parts: sources, concatenated along `axis`.
-        axis: axis of the concatenation.
-        most: bytes of a buffer.
+    """Yield (some rows of `tensor`, slices of `parts` that make these rows); the rows fit into a buffer of `most` bytes.
+    The tensor is the concatenation of `parts` along `axis`.
     """
     parts = [part.reshape(1) if not part.ndim else part for part in parts]
     together = [(tensor, list(parts))]

@@ -149,7 +149,7 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
         dtype, _, start, stop = self.entries[name]
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = os.fstat(self._file.fileno()).st_size
         if size < stop:  # reading a page beyond the end kills the process
             problem = f"found {size} bytes, expected {stop}: the file was truncated after it had been opened"

@@ -211,7 +211,7 @@ class GradientReducer:
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
         if not asks:
             return None
-        held = torch.tensor(here, dtype=torch.int32)
+        held = torch.tensor(here, dtype=torch.int32, device="cpu")
         dist.all_reduce(held, dist.ReduceOp.MAX, self.mesh.group_of_hosts("loss"))
         return {id(p) for p, some in zip(parameters, held.tolist(), strict=True) if some}
 

@@ -53,7 +53,7 @@ class StepCounts:
 
     def rows(self, count: int) -> Tensor:
         """Return the indices [count] of this rank's rows among those of all dp ranks, on the CPU."""
-        return torch.arange(self.first, self.first + count)
+        return torch.arange(self.first, self.first + count, device="cpu")
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
         """Return the counts of targets and padding, and whether rows are packed, in one micro-batch: `rows` rows of
@@ -85,7 +85,7 @@ def count_step(
         packed = None if _positions(tensors, whole) else False
         return StepCounts([float(n) for n in counts], 0, packed=packed)  # the host does not wait
     own = _of_rows(model, tensors, masks, whole)
-    hidden = [own.pop("hidden", torch.zeros(1))[0]] if mesh.size("cp") > 1 else []
+    hidden = [own.pop("hidden", (0.0,))[0]] if mesh.size("cp") > 1 else []
     summed = [_number(n, device) for n in (*counts, *hidden, missed, rows)]
     each = all_gather(torch.stack(summed)[None], 0, mesh.group("loss"))
     mine = [x.to(torch.float64) for x in own.values()]

@@ -93,8 +93,9 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
     number = steps[place]
     if (heart := heartbeat.current()) is not None:
         heart.arrive(place, number)
-    ready = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    work: Any = dist.all_gather(ready, torch.ones(1, dtype=torch.int64), group, async_op=True)
+    here = torch.ones(1, dtype=torch.int64, device="cpu")
+    ready = [torch.zeros_like(here) for _ in range(dist.get_world_size())]
+    work: Any = dist.all_gather(ready, here, group, async_op=True)
     _watch(what, place, number, work.is_completed)
     work.wait()
     found: list[Any] = [None] * dist.get_world_size()

@@ -110,7 +110,7 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int], first: int = 0) -> Te
     """
     import numpy as np  # not at the top: exported kernels import torch alone
 
-    keep, least = torch.empty(x.shape, dtype=x.dtype), round(p * 65536) - 32768
+    keep, least = torch.empty(x.shape, dtype=x.dtype, device="cpu"), round(p * 65536) - 32768
     if least > 32767 or not keep.numel():
         return keep.zero_()
     for cell, seed in zip(keep.view(len(seeds), -1), seeds, strict=True):
