@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 from cli_runs import tokenizer
@@ -10,7 +11,7 @@ from engine_runs import CASES
 from parity import batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
 from slapo_zoo.model.integrations import trainer as own
-from slapo_zoo.model.integrations.trainer_options import refuse_options
+from slapo_zoo.model.integrations.trainer_options import refuse_options, seed_samples
 from slapo_zoo.parallel.mesh import Mesh
 from trainer_runs import arguments, rows, run
 
@@ -76,6 +77,15 @@ def test_scheduled_trainer_refuses_arguments_that_take_a_process_for_a_dp_rank(
     model = SimpleNamespace(mesh=Mesh(**sizes), schedule=schedule, _slapo=own)
     with pytest.raises(SlapoError, match=words):
         refuse_options(model, SimpleNamespace(**argument), "")
+
+
+def test_tp_ranks_of_a_sampling_trl_trainer_draw_the_same_samples_and_dp_ranks_others():
+    """TRL seeds each process apart; with tp=2 the ranks would generate different tokens."""
+    drawn = []
+    for rank in range(4):
+        seed_samples(Mesh(2, 1, 2, rank=rank), SimpleNamespace(num_generations=2, seed=3))
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 class Counted(transformers.Seq2SeqTrainer):

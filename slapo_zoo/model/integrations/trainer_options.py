@@ -157,7 +157,7 @@ def _share_generations(mesh: Any, args: Any) -> None:
 
 def seed_samples(mesh: Any, args: Any) -> None:
     """Set torch's seed for a sampling trainer of TRL by dp rank, as tp ranks sample the same tokens; TRL does so by process."""
-    if hasattr(args, "num_generations"):
+    if hasattr(args, "num_generations") and mesh.world_size > mesh.size("batch"):
         set_seed(args.seed + mesh.coord("batch"))
 
 
