@@ -66,9 +66,10 @@ class Multi(nn.Module):
 class Normed(nn.Module):
     """Norm over all columns between two linears."""
 
-    def __init__(self):
+    def __init__(self, norm=None):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 8), SquareNorm(8), nn.Linear(8, 6, bias=False)
+        self.norm = (norm or SquareNorm)(8)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
 
     def forward(self, x):
         return self.down(self.norm(self.up(x)).tanh())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,12 +29,23 @@ class ShardRule:
 
 
 def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Shard the groups of a convolution (`ShardRule.divided`), whose input channels are then sharded as its outputs are."""
-    module: Any = site.module
-    if directive.axis == 0 and param_name == "weight" and module.groups > 1:
-        whole = site.state.placed[site.name(param_name)].shape[0]
-        module.groups = module.groups * module.out_channels // whole
-        module.in_channels = module.groups * module.weight.shape[1]
+    """Shard the groups of a GroupNorm or convolution (`ShardRule.divided`), whose inputs are then sharded as its outputs are."""
+    module, applied = site.module, site.state.applied[site.path]
+    name, groups = _groups(module)
+    if directive.axis == 0 and param_name == "weight" and groups and name not in applied:
+        whole, local = site.state.placed[site.name(param_name)].shape[0], len(module.weight)  # pyright: ignore[reportArgumentType]
+        setattr(module, name, groups * local // whole)
+        applied.add(name)
+        if name == "groups" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
+            module.in_channels = module.groups * module.weight.shape[1]
+
+
+def _groups(module: Any) -> tuple[str, int]:
+    """Return (attribute with the number of groups of channels, that number) of a GroupNorm or convolution; 0 for none."""
+    if isinstance(module, nn.GroupNorm):
+        return "num_groups", module.num_groups
+    groups = module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1
+    return "groups", groups if groups > 1 else 0
 
 
 SHARD_RULES: dict[str, ShardRule] = {
@@ -41,11 +53,10 @@ SHARD_RULES: dict[str, ShardRule] = {
     "Conv1D": ShardRule({"weight": {0: "nx", 1: "nf"}}),
     "LayerNorm": ShardRule({"weight": {0: "normalized_shape"}}),
     "RMSNorm": ShardRule({"weight": {0: "normalized_shape"}}),
-    "_BatchNorm": ShardRule({"weight": {0: "num_features"}}),
-    **{
-        f"Conv{axes}d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_groups)
-        for axes in (1, 2, 3)
-    },
+    "_NormBase": ShardRule({"weight": {0: "num_features"}}),  # of BatchNorm and InstanceNorm
+    "GroupNorm": ShardRule({"weight": {0: "num_channels"}}, _divide_groups),
+    "_ConvTransposeNd": ShardRule({"weight": {0: "in_channels"}}, _divide_groups),
+    "_ConvNd": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_groups),
 }
 
 
@@ -134,9 +145,10 @@ class Shard(Directive):
                 return
             hint = "remove one of the two directives; tied parameters are sharded together"
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
-        if site.mesh.size(self.mesh_dim) > 1 and (name := self._reads_all(site.module)):
-            problem = f"{name}= of this {type(site.module).__name__} needs the unsharded tensor"
-            raise self.fail(site, problem, f"replace the module by one without {name}=")
+        if site.mesh.size(self.mesh_dim) > 1 and (what := self._reads_all(site)):
+            problem = f"{what} of this {type(site.module).__name__} needs the unsharded tensor"
+            hint = "leave it unsharded, or begin with a module without that (hooks: register them after shard)"
+            raise self.fail(site, problem, hint)
         if self.unit < 1 or self.together < 1 or self.shared < 0:
             problem = f"found unit={self.unit}, together={self.together}, shared={self.shared}"
             raise self.fail(site, problem, "pass counts: unit and together from 1, shared from 0")
@@ -145,17 +157,27 @@ class Shard(Directive):
             raise self.fail(site, problem, f"choose an axis of the shape {tuple(tensor.shape)}")
         self._check_size(site, tensor.shape[self.axis])
         if self.shared and (self.axis != 0 or not isinstance(site.module, nn.Linear)):
-            problem = (
-                f"found shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
-            )
+            cls = type(site.module).__name__
+            problem = f"found shared={self.shared} on axis {self.axis} of a {cls}"
             hint = "leave shared= out, or shard axis 0 of a Linear: shared= counts its last outputs"
             raise self.fail(site, problem, hint)
 
-    def _reads_all(self, module: Any) -> str:
-        """Return the name of an argument of an embedding that only an unsharded weight can serve; '' for none."""
-        counts = self.axis == 0 and getattr(module, "scale_grad_by_freq", False)
-        limits = getattr(module, "max_norm", None) is not None
-        return "max_norm" if limits else "scale_grad_by_freq" if counts else ""
+    def _reads_all(self, site: Site) -> str:
+        """Return what, in this module or on its parameter, needs the unsharded tensor; '' for nothing."""
+        module: Any = site.module
+        parent, rows = site.state.modules[site.path.rpartition(".")[0]], self.axis == 0
+        own, tensor = type(module).forward, site.tensor(self.param_name)
+        is_embedding, attention = isinstance(module, nn.Embedding), nn.MultiheadAttention.forward
+        reads = {
+            "max_norm=": getattr(module, "max_norm", None) is not None,
+            "scale_grad_by_freq=": rows and getattr(module, "scale_grad_by_freq", False),
+            "the sum of rows": rows and isinstance(module, nn.EmbeddingBag),
+            "the forward, which takes more than ids,": rows and is_embedding and len(signature(own).parameters) > 2,
+            "the recurrence": isinstance(module, nn.RNNBase),
+            "the attention": attention in (own, type(parent).forward),
+            "a gradient hook": tensor is not None and bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks),
+        }  # fmt: skip
+        return next((what for what, is_so in reads.items() if is_so), "")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
         """Return whether the record `earlier` is of a tied module that shares this tensor, and has the same placement."""
@@ -168,6 +190,13 @@ class Shard(Directive):
             legal = [m for m in range(1, n) if not self.placement.problem(size, m)]
             hint = f"choose among legal sizes of {self.mesh_dim}: {legal or [1]}"
             raise self.fail(site, f"{axis}: {problem}", hint)
+        name, groups = _groups(site.module)
+        if groups and not self.axis and name not in site.state.applied.get(site.path, ()):
+            ends = {end for r in range(n) for run in self.placement.runs(size, n, r) for end in run}
+            if any(end * groups % size for end in ends):
+                problem = f"{groups} groups of {size // groups} channels cannot be sharded over {self.mesh_dim}={n} in whole groups"
+                hint = f"pass unit={size // groups} to each shard() here, or choose a {self.mesh_dim} that divides {groups}"
+                raise self.fail(site, f"{axis}: {problem}", hint)
         units = self.placement.units(size)
         lenient = self.uneven or self.pad or self.replicate or self.unit > 1
         if not lenient and any(count % n for count in units):
@@ -191,7 +220,8 @@ class Shard(Directive):
         shape = tuple(old.shape)
         part = local_part(old.detach(), self.placement, n, r)
         if isinstance(old, nn.Parameter):
-            names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))
+            new = nn.Parameter(part, old.requires_grad) if n > 1 else old
+            names = site.state.set_parameter(old, new)
         else:
             site.module._buffers[self.param_name] = part
         for name in names:
@@ -278,6 +308,5 @@ def _divide_embedding(site: Site, param_name: str, directive: Shard, runs: list[
     site.module.forward = VocabParallelLookup(site, site.module, size, start, stop)
 
 
-register_shard_rule(
-    "Embedding", ShardRule({"weight": {0: "num_embeddings", 1: "embedding_dim"}}, _divide_embedding)
-)
+SIZES = {"weight": {0: "num_embeddings", 1: "embedding_dim"}}
+register_shard_rule("Embedding", ShardRule(SIZES, _divide_embedding))

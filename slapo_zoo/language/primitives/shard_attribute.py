@@ -23,8 +23,7 @@ class ShardAttribute(Directive):
     Args:
         attribute: name of the attribute; for "config.num_attention_heads" the module gets a copy of its
             config (Phi-3 slices by it), so directives that change the model's config come before.
-        unit: number of consecutive indices that always stay on one rank: head_dim for `split_size`, which counts
-            columns.
+        unit: number of consecutive indices that stay on one rank: head_dim for `split_size`, which counts columns.
         together: number of units (query heads) that share a KV head and stay on one rank if they can.
         replicate: several ranks hold the same unit when there are fewer units than ranks.
         keep: number of ranks up to which the attribute is unchanged: `num_key_value_groups` shrinks only
@@ -53,6 +52,10 @@ class ShardAttribute(Directive):
             raise self.fail(site, problem, f"choose among legal sizes of {self.mesh_dim}: {legal}")
 
     def apply(self, site: Site) -> None:
+        applied = site.state.applied.setdefault(site.path, set())
+        if self.attribute in applied:
+            return  # shard() has set the groups of a GroupNorm or convolution
+        applied.add(self.attribute)
         holder, n = self._holder(site), self._ranks(site)
         size, r = getattr(holder, self._leaf), site.mesh.coord(self.mesh_dim) % n
         local = self._placement.local_size(size, n, r)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.primitives.seen import Seen
@@ -23,7 +23,7 @@ class SyncRMSNorm(Directive):
     errors:   the weight is not sharded; no attribute `eps` that is a number; the module's forward was replaced
 
     Args:
-        eps: name of the attribute that the forward adds to the mean.
+        eps: name of the attribute that the forward adds to the mean; nn.RMSNorm needs none.
         mesh_dim: the mesh dim that the columns are sharded over.
     """
 
@@ -32,10 +32,10 @@ class SyncRMSNorm(Directive):
 
     def check(self, site: Site) -> None:
         if site.placed("weight") is None:
-            raise self.fail(
-                site, "the module's weight is not sharded", "call shard('weight', 0) first"
-            )
-        if not isinstance(getattr(site.module, self.eps, None), float):
+            hint = "call shard('weight', 0) first"
+            raise self.fail(site, "the module's weight is not sharded", hint)
+        of_torch = isinstance(site.module, nn.RMSNorm)
+        if not of_torch and not isinstance(getattr(site.module, self.eps, None), float):
             hint = "pass eps=, the name of the attribute that the module's forward adds to the mean"
             raise self.fail(site, f"found no attribute {self.eps!r} that is a float", hint)
         if "forward" in vars(site.module):
@@ -55,6 +55,9 @@ class SyncRMSNorm(Directive):
             part = squares.sum(-1, keepdim=True) / copies
             group = site.group(self)
             mean = reduce_backward(reduce_forward(part, group), group) / size
+            if isinstance(module, nn.RMSNorm):  # torch's function takes no tensor for eps
+                eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+                return (x * (mean + eps).rsqrt() * module.weight).to(x.dtype)
             eps = mean - squares.mean(-1, keepdim=True) + getattr(module, self.eps)
             return type(module).forward(Seen(module, {self.eps: eps}), x)
 

@@ -87,6 +87,7 @@ MODELS = {
     "fusable": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Fusable())),
     "biased": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Biased())),
     "normed": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Normed())),
+    "normed by torch": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Normed(nn.RMSNorm))),
     "multi": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Multi())),
     "sloped": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Sloped())),
 }
@@ -279,6 +280,8 @@ USES = [
         lambda sch: sch["0"].sync_batch_norm(), "expected BatchNorm2d", model="norm", mesh_dim="dp"),
     Use("sync_rms_norm", normed, lambda sch: sch.mesh.tp == 1 or "forward" in vars(sch["1.norm"].mod),
         lambda sch: sch["1.norm"].sync_rms_norm("eps"), "the module's weight is not sharded", model="normed"),
+    Use("sync_rms_norm", normed, lambda sch: sch.mesh.tp == 1 or "forward" in vars(sch["1.norm"].mod),
+        lambda sch: sch["1.norm"].sync_rms_norm(), "the module's weight is not sharded", model="normed by torch", variant="of torch"),
     Use("trace", traced(lambda part: None), lambda sch: isinstance(sch[INNER].mod, TracedModule),
         lambda sch: sch["bert.embeddings"].trace(leaves=(), example_inputs=()), "trace"),
     Use("trace_until", divided(lambda sch: sch.trace_until([LAYER])), lambda sch: isinstance(sch["bert.encoder"].mod, TracedModule),
