@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Directive, Site, primitive
@@ -46,15 +47,31 @@ OF_COLUMNS = ("vocab_logits", "join_columns")  # need a sharded weight, for the 
 SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
 
 
+def _first(values: list[Any]) -> int:
+    """Return the index of the first floating-point tensor, else of the first tensor; -1 if no value is a tensor."""
+    found = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
+    real = (i for i in found if values[i].dtype.is_floating_point or values[i].dtype.is_complex)
+    return next(real, found[0] if found else -1)
+
+
 def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Apply `op` to the first tensor among the arguments; return (args, kwargs) with all others unchanged."""
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:i], op(value), *args[i + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, name: op(value)}
-    return args, kwargs
+    """Apply `op` to the first floating-point tensor among the arguments, else to the first tensor; return (args, kwargs)
+    with all others unchanged. Tuples, lists and dicts are searched if no argument is a tensor.
+    """
+    values = [*args, *kwargs.values()]
+    if (i := _first(values)) < 0:
+        return _in_tree(op, (args, kwargs)) or (args, kwargs)
+    values[i] = op(values[i])
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _in_tree(op: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested tuples, lists and dicts with `op` applied to the tensor that `_first` finds in them; None without one."""
+    leaves, spec = tree_flatten(tree)
+    if (i := _first(leaves)) < 0:
+        return None
+    leaves[i] = op(leaves[i])
+    return tree_unflatten(leaves, spec)
 
 
 def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -70,13 +87,6 @@ def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> 
         return op(value) if value is first or alike else value
 
     return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
-
-
-def on_output(op: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """Return a module's output y after `op`, which is applied to the first tensor when y is a tuple or list."""
-    if isinstance(y, list):
-        return list(on_output(op, tuple(y)))
-    return first_tensor(op, y, {})[0] if isinstance(y, tuple) else op(y)
 
 
 @primitive("sync")
@@ -148,8 +158,15 @@ class Sync(Directive):
         if op in OF_COLUMNS and site.placed("weight") is None:
             hint = 'call shard("weight", 0, pad=True) first'
             raise self.fail(site, f"the module's weight is not sharded, as {op!r} needs", hint)
+        if op in SUMS and self._sum in site.state.applied.get(site.path, ()):
+            problem = f"an earlier sync() sums here already, and a second sum is {self.mesh_dim} times too large"
+            raise self.fail(site, problem, "remove one of the two")
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)
+
+    @property
+    def _sum(self) -> str:
+        return f"{self.mode} {self.sync_op_or_fn} {self.mesh_dim}"
 
     def _is_first(self, site: Site) -> bool:
         return "fwd_post" not in site.state.applied.get(site.path, ())
@@ -164,9 +181,7 @@ class Sync(Directive):
             raise self.fail(site, problem, hint)
         if kind == "partial" and op not in SUMS:
             hint = f"use one of {SUMS}; a second sync() may follow with another collective"
-            problem = (
-                f"each rank holds a partial sum of the output, and {op!r} would not add the sums"
-            )
+            problem = f"each rank holds a partial sum of the output, which {op!r} would not add up"
             raise self.fail(site, problem, hint)
         if kind == "divided" and (op in SUMS or op.startswith("RR->")):
             hint = 'use all_gather, or a reshard of sharded columns (RS), e.g. "RS->RR"'
@@ -178,11 +193,13 @@ class Sync(Directive):
             problem = f"the unsharded bias of this {type(site.module).__name__} would be summed over the ranks too"
             hint = "add the bias after the sum: in a module around this one, which has sync()"
             raise self.fail(site, problem, hint)
+        if kind == "partial" and op != "reduce_scatter" and site.placed("bias") and is_summed:
+            hint = "leave the bias unsharded: it is added once, after the sum"
+            raise self.fail(site, "the bias is sharded, but the output is not", hint)
         if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
             hint = 'call shard("bias", 0) first, or scatter along another axis'
-            raise self.fail(
-                site, "the bias is unsharded, but the collective shards the output", hint
-            )
+            problem = "the bias is unsharded, but the collective shards the output"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         if self.mode == "both":
@@ -195,7 +212,7 @@ class Sync(Directive):
             self._hook(site.module, self.sync_op_or_fn)
         elif site.mesh.size(self.mesh_dim) > 1:
             self._insert(site, SYNC_OPS[self.sync_op_or_fn][1])
-        site.state.applied.setdefault(site.path, set()).add(self.mode)
+        site.state.applied.setdefault(site.path, set()).update((self.mode, self._sum))
 
     def _hook(self, module: nn.Module, fn: Callable) -> None:
         register = {
@@ -211,7 +228,7 @@ class Sync(Directive):
 
         if self.mode == "fwd_post":
             if not self._before_bias(site, run):
-                site.module.register_forward_hook(lambda _m, _a, y: on_output(run, y))
+                site.module.register_forward_hook(lambda _m, _a, y: self._after(site, run, y))
             return
         enter = self._once_per_input(site, run) if self.shared else run
         takes = tensors_alike if self.sync_op_or_fn == "join_tokens" else first_tensor
@@ -219,12 +236,22 @@ class Sync(Directive):
             lambda _m, args, kwargs: takes(enter, args, kwargs), with_kwargs=True
         )
 
+    def _after(self, site: Site, run: Callable[[Tensor], Tensor], y: Any) -> Any:
+        """Return the module's output `y` after `run`, the collective, which in a tuple, list or dict takes the first tensor."""
+        if (found := _in_tree(run, y)) is None:
+            problem = f"found no tensor in the module's output, a {type(y).__name__}"
+            hint = "call sync() on the module inside that returns the tensor, or return a tuple or dict"
+            raise self.fail(site, problem, hint)
+        return found
+
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
         """Return a function that calls `run`, the collective, once per input tensor and reuses the result
         for siblings (modules with the same parent). Results are dropped when the parent's forward begins and ends.
         """
         parent = site.path.rpartition(".")[0]
-        key = (parent, self.mode, self.sync_op_or_fn)
+        while isinstance(site.state.modules[parent], nn.ModuleList | nn.ModuleDict) and parent:
+            parent = parent.rpartition(".")[0]  # a container is never called
+        key = (parent, self)
         if key not in site.state.shared:
             results = site.state.shared[key] = []
             module = site.state.modules[parent]

@@ -99,7 +99,6 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     if tape is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
-        tape.losses.append(
-            lm_loss(rows, None, target, reduction="none", vocab_size=size, group=group)
-        )
+        loss = lm_loss(rows, None, target, reduction="none", vocab_size=size, group=group)
+        tape.losses.append(loss)
     return VocabLogits.wrap(x, size, group)
