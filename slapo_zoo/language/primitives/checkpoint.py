@@ -122,11 +122,10 @@ def recompute_module(
         elif policy == SHARDED and not state.forward.tokens_divided:
             x = args[0] if args else kwargs.get("hidden_states")
             away = kept_in_shares(x, state.mesh, state.keeps)
-        contexts = restoring(state, POLICIES.get(policy))
+        contexts = restoring(state, POLICIES.get(policy), module)
         with away:
-            return recompute.checkpoint(
-                forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs
-            )
+            given = {**kwargs, "use_reentrant": False, "context_fn": lambda: contexts}
+            return recompute.checkpoint(forward, *args, **given)
 
     recomputed.recomputes = True  # pyright: ignore[reportFunctionMemberAccess]
     module.forward = recomputed
@@ -147,25 +146,53 @@ def _in_a_graph(
     return recompute.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+class _Anew(ExitStack):
+    """Context that may be entered again, e.g. in a second backward: each time it enters what `make` returns."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager]):
+        super().__init__()
+        self.make = make
+
+    def __enter__(self) -> Any:
+        return self.enter_context(self.make())
+
+
+@contextmanager
+def _same_statistics(module: nn.Module) -> Iterator[None]:
+    """Context of a recomputation of `module`, in which batch norms update copies of their running statistics."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    before = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, before, strict=True):
+        norm._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, before, strict=True):
+            norm._buffers.update(buffers)
+
+
 def restoring(
-    state: State, kept: set[Any] | None = None
+    state: State, kept: set[Any] | None, module: nn.Module
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers.
+    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers, and
+    leaves running statistics as they are.
 
     Args:
         state: state of the schedule.
         kept: operators whose results are saved and not recomputed; None saves no result.
+        module: the module that is recomputed.
     """
     again = as_now(state.random, state)
     if kept is None:
-        return nullcontext(), again()
+        return nullcontext(), _Anew(lambda: again(_same_statistics(module)))
 
     def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         keep = operation in kept or str(operation) in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(choose)
-    return first, again(second)  # a gather of weights is no saved operation
+    # the last to be entered is innermost: a gather of weights is no saved operation
+    return first, _Anew(lambda: again(_same_statistics(module), second))
 
 
 def as_now(

@@ -34,9 +34,7 @@ class SyncBatchNorm(Directive):
             hint = "select only modules of class BatchNorm2d"
             raise self.fail(site, f"found {found}, expected BatchNorm2d", hint)
         if site.module.momentum is None:
-            problem = (
-                "the module's momentum is None (an average over all batches), expected a number"
-            )
+            problem = "the module's momentum is None (a mean over all batches), expected a number"
             raise self.fail(site, problem, "set the module's momentum, e.g. to 0.1")
 
     def apply(self, site: Site) -> None:
@@ -52,14 +50,11 @@ class SyncBatchNorm(Directive):
 
 def _train(module: Any, x: Tensor, group: Any) -> Tensor:
     old_mean, old_var = module.running_mean, module.running_var
-    if torch._C._current_graph_task_id() != -1:  # a recomputation, which runs inside a backward
-        old_mean, old_var = (None if b is None else b.clone() for b in (old_mean, old_var))
-    elif module.num_batches_tracked is not None:
+    if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
     if group is None:
-        return nn.functional.batch_norm(
-            x, old_mean, old_var, module.weight, module.bias, True, module.momentum, module.eps
-        )
+        own = module.weight, module.bias, True, module.momentum, module.eps
+        return nn.functional.batch_norm(x, old_mean, old_var, *own)
     mean, var, count = _statistics(x, group)
     if old_mean is not None and old_var is not None:
         unbiased = var * (count / (count - 1).clamp(min=1))

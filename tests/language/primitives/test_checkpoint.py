@@ -1,5 +1,7 @@
 """The checkpoint primitive: modules, subgraphs, policies and offload; the same gradients and masks."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,6 +37,22 @@ def test_recomputed_module_has_the_gradients_of_the_module_without_recomputation
     sch[BLOCKS].checkpoint(**options)
     assert_same_step(sch.model, tiny_model("bert"))
     assert str(Schedule(tiny_model("bert")).replay(from_json(sch.to_json()))) == str(sch)
+
+
+@pytest.mark.parametrize("policy", ["", "save_matmuls", "offload"])
+def test_recomputed_batch_norm_updates_its_statistics_once_and_runs_backward_twice(policy):
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    sch = Schedule(torch.nn.Sequential(copy.deepcopy(plain)))
+    sch["0"].checkpoint(policy=policy)
+    for model in (plain, sch.model):
+        loss = model(torch.arange(12.0).view(3, 4).sin()).sin().sum()
+        for again in (True, False) if policy != "save_matmuls" else (False,):  # torch allows one
+            loss.backward(retain_graph=again)
+    for (name, want), found in zip(plain.state_dict().items(), sch.model.state_dict().values(), strict=True):  # fmt: skip
+        assert torch.equal(found, want), name
+    for want, found in zip(plain.parameters(), sch.model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, want.grad)
 
 
 def test_save_matmuls_recompute_policy_adds_no_matmul_flops():
