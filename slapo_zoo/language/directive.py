@@ -74,7 +74,7 @@ class State:
     offloads: Offloads = field(default_factory=Offloads)
     keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
     plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
-    sums_gradients: bool = False  # `build` hooked the parameters: see `sum_over_tp`
+    sums: list[Any] = field(default_factory=list)  # handles of the hooks of `sum_over_tp`
     positions: str = ""  # with cp > 1: value in `Table.cut_tokens`
     body: Any = None  # `cut_body.Body`, with cp > 1 and a head that reads whole rows
     cp_attention: str = WAYS[0]  # with cp > 1: how attention sees all tokens
@@ -98,11 +98,20 @@ class State:
         """Fill `modules` (path --> module) and `owners` (id of a parameter --> its names, several when tied) anew."""
         self.modules = dict(self.model.named_modules())
         self._selected: dict[str, tuple[int, list[str]]] = {}
+        self._held: dict[int, list[tuple[dict, str]]] = {}  # id of a module --> where it is held
         self.owners: dict[int, list[str]] = {}
         for path, module in self.modules.items():
+            for name, child in module._modules.items():
+                self._held.setdefault(id(child), []).append((module._modules, name))
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
+
+    def put(self, path: str, new: nn.Module) -> None:
+        """Put `new` in the place of the module at `path`, wherever the model holds that module; call `index` afterwards."""
+        self.model = self.model if path else new
+        for children, name in self._held.get(id(self.modules[path]), ()):
+            children[name] = new
 
     def forget(self, path: str, new: nn.Module) -> None:
         """Drop the records of what directives did to the module at `path` and below, since `new` is about to replace it.
@@ -130,6 +139,8 @@ class State:
 
     def select(self, pattern: str) -> list[str]:
         """Return the paths of the modules that a pattern such as `h.*.mlp` or `*:Linear` matches, in model order."""
+        if pattern in self.modules:  # names in an nn.ModuleDict may have `:` and `*`
+            return [pattern]
         glob, _, class_name = pattern.partition(":")
         size, found = self._selected.get(glob, (-1, []))
         if size != len(self.modules):  # not cached, or a directive has added modules
@@ -238,6 +249,11 @@ class Directive:
 
     def check(self, site: Site) -> None:
         """Raise ScheduleError if the directive cannot be applied to the module of `site`; change nothing."""
+
+    def check_all(self, sites: list[Site]) -> None:
+        """Raise ScheduleError if the directive cannot be applied to one of the modules, or not to all of them."""
+        for site in sites:
+            self.check(site)
 
     def apply(self, site: Site) -> None:
         """Change the module of `site`; this is called only after `check` has passed."""

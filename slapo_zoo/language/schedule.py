@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
 
 import slapo_zoo.language.primitives as ps  # registers every primitive
 from slapo_zoo.errors import ScheduleError
@@ -159,6 +161,9 @@ class Schedule(Selection):
             found = f"found a {type(model).__name__} and a {type(mesh).__name__}"
             hint = "pass an nn.Module, and slapo_zoo.Mesh(tp=..., rank=...) or no mesh"
             raise ScheduleError("create_schedule", "model, mesh", found, hint)
+        if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
+            problem = "a lazy module (nn.LazyLinear, ...) has no shape yet"
+            raise ScheduleError("create_schedule", "model", problem, "call the model once before")
         self.structure = structure_hash(model)  # before any directive
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
@@ -209,7 +214,10 @@ class Schedule(Selection):
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:
             check_reachable(modules, site.path, directive)
-            directive.check(site)
+            if isinstance(site.module, torch.jit.ScriptModule):
+                hint = "schedule the module of Python, and call torch.jit.script on others only"
+                raise directive.fail(site, "a module of torch.jit.script cannot be changed", hint)
+        directive.check_all(sites)
         for site in sites:
             directive.apply(site)
         self.history.append((pattern, directive))
@@ -328,12 +336,11 @@ def _step(index: int, step: Any) -> Step:
         raise ScheduleError(where, name, "no such primitive", hint)
     cls: Any = PRIMITIVES[name]
     fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
+    known = f"known: {sorted(fields)}"
     if unknown := sorted(set(arguments) - set(fields)):
-        hint = f"remove them; known: {sorted(fields)}"
-        raise ScheduleError(where, name, f"unknown arguments {unknown}", hint)
+        raise ScheduleError(where, name, f"unknown arguments {unknown}", f"remove them; {known}")
     if missing := [f for f, needed in fields.items() if needed and f not in arguments]:
-        hint = f"add them; known: {sorted(fields)}"
-        raise ScheduleError(where, name, f"missing arguments {missing}", hint)
+        raise ScheduleError(where, name, f"missing arguments {missing}", f"add them; {known}")
     try:
         return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
     except TypeError as error:

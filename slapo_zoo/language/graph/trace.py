@@ -45,8 +45,7 @@ def trace_module(
         example_args: positional arguments of the example call, or all arguments by name.
         example_kwargs: keyword arguments of the example call.
         leaves: modules that stay a single node even with `flatten`: paths, class names, classes or predicates
-            (module, path). Always leaves: modules of torch.nn, `core_attn`, Conv1D, and modules with hooks or a
-            replaced forward.
+            (module, path). Always: modules of torch.nn, `core_attn`, Conv1D, and those with hooks or an own forward.
         flatten: trace into the children, too.
         where: path of the module in its model, for errors.
 
@@ -100,17 +99,11 @@ def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, .
     return _record(call, leaves, flatten=True, training=False)[2].calls
 
 
-def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
-    """Put traced modules into `model`, at and below `path`; return the model, which is a new object when
-    its root is replaced. `traced` maps paths relative to `path` to traced modules.
-    """
-    for below, module in traced.items():
-        parent, _, name = under(path, below).rpartition(".")
-        if not name:
-            model = module
-        else:
-            model.get_submodule(parent)._modules[name] = module
-    return model
+def install(top: nn.Module, traced: Mapping[str, nn.Module]) -> None:
+    """Put each module of `traced` below the module `top`, at the path that is its key."""
+    for path, module in traced.items():
+        parent, _, name = path.rpartition(".")
+        top.get_submodule(parent)._modules[name] = module
 
 
 def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
@@ -119,8 +112,7 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
     Args:
         model: model to trace; its children are replaced by their traces when `recursive`.
         **kwargs: `recursive` (default True: called modules get graphs too), `flatten` (default False; True: one graph
-            for all), `leaf_modules` or `leaves` (modules that stay one node), and the example call as `example_args`
-            and `example_kwargs`.
+            for all), `leaf_modules` or `leaves` (modules that stay one node), `example_args` and `example_kwargs`.
     """
     leaves = tuple(kwargs.pop("leaf_modules", ())) + tuple(kwargs.pop("leaves", ()))
     recursive, flatten = kwargs.pop("recursive", True), kwargs.pop("flatten", False)
@@ -134,7 +126,7 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
         args, named = (), {**args, **named}
     found = trace_tree(model, args, named, leaves)
     top = found.pop("")
-    install(top, "", found)
+    install(top, found)
     return top
 
 

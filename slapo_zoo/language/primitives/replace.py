@@ -37,8 +37,7 @@ class Replace(Directive):
 
     Args:
         new: a module or function (which cannot be written as JSON), or the name of a registered kernel.
-        subgraph: the result of `find`, or a regex over the modules that the graph calls; None replaces
-            the module itself.
+        subgraph: the result of `find`, or a regex over the modules that the graph calls; None: the module itself.
         name: the new child becomes `<name>_<k>`; by default the name of its class.
         options: (name, value) pairs, passed to the kernel as keyword arguments.
         carry: give `new` the parameters of the modules that it replaces.
@@ -69,6 +68,15 @@ class Replace(Directive):
         else:
             self._check_subgraphs(site, resolve(site, self, self.subgraph))
 
+    def check_all(self, sites: list[Site]) -> None:
+        super().check_all(sites)
+        one = isinstance(self.new, nn.Module) and self.subgraph is None and len(sites) > 1
+        nested = any(b.path.startswith(f"{a.path}.") for a in sites for b in sites)
+        if one and (nested or self.new.state_dict()):
+            problem = f"one {type(self.new).__name__} would stand for {len(sites)} modules, which lie in each other or would share weights"
+            hint = "call replace_all(class, factory), or replace each module by a new one"
+            raise self.fail(sites[0], problem, hint)
+
     def _check_module(self, site: Site) -> None:
         if callable(self.new):
             if not isinstance(self.new, nn.Module):
@@ -79,9 +87,8 @@ class Replace(Directive):
                 raise self.fail(site, "the root of the model cannot be replaced", hint)
             return
         if self.new not in KERNELS and self.new not in load_kernels():
-            raise self.fail(
-                site, f"no kernel {self.new!r}", f"choose one of the registered: {sorted(KERNELS)}"
-            )
+            hint = f"choose one of the registered: {sorted(KERNELS)}"
+            raise self.fail(site, f"no kernel {self.new!r}", hint)
         if reason := KERNELS[self.new].refuses(site.module):
             raise self.fail(site, reason, "select only modules that the kernel serves")
 
@@ -108,10 +115,9 @@ class Replace(Directive):
             KERNELS[self.new].install(site, **dict(self.options))
             return
         else:
-            parent, _, name = site.path.rpartition(".")
             self.new.train(site.module.training)
             site.state.forget(site.path, self.new)
-            setattr(site.state.modules[parent], name, self.new)
+            site.state.put(site.path, self.new)
         site.state.index()
 
     def _rewrite(self, found: list[Subgraph]) -> None:

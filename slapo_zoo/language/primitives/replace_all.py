@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from slapo_zoo.dispatch.kernel_registry import KERNELS
 from slapo_zoo.language.directive import Directive, Site, primitive, subtree
+
+# New modules that check() made and apply() will put into the model.
+_made: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
 
 
 @primitive("replace_all")
@@ -43,6 +47,9 @@ class ReplaceAll(Directive):
             problem = f"found no module of type {self.target_mod_type!r} below this one"
             raise self.fail(site, problem, f"choose one of {classes}")
         if callable(self.make_mod_fn):
+            _made[site.module] = self._make(
+                site
+            )  # a factory that fails must leave the model as it is
             return
         if self.make_mod_fn not in KERNELS:
             hint = f"choose one of the registered: {sorted(KERNELS)}"
@@ -67,15 +74,14 @@ class ReplaceAll(Directive):
                 at = Site(path, module, site.state)
                 KERNELS[self.make_mod_fn].install(at, **dict(self.options))
         else:
-            for path, new in self._make(site).items():
-                parent, _, name = path.rpartition(".")
+            for path, new in _made.pop(site.module).items():
                 new.train(site.state.modules[path].training)
                 site.state.forget(path, new)
-                site.state.modules[parent]._modules[name] = new
+                site.state.put(path, new)
         site.state.index()
 
     def _make(self, site: Site) -> dict[str, nn.Module]:
-        """Call the factory for each module of the class, before any is replaced; return {path: new module}."""
+        """Call the factory for each module of the class; return {path: new module}."""
         made: dict[str, nn.Module] = {}
         for path, module in self._found(site):
             if any(path.startswith(f"{outer}.") for outer in made):

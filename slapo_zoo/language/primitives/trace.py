@@ -38,7 +38,8 @@ class Traces(Directive):
 
     def apply(self, site: Site) -> None:
         traced = _traced.pop(site.module)
-        site.state.model = install(site.state.model, site.path, traced)
+        site.state.put(site.path, top := traced.pop(""))
+        install(top, traced)
         site.state.index()
 
     def example(self, site: Site) -> tuple[tuple, dict[str, Any]]:
