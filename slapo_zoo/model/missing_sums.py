@@ -5,14 +5,18 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Site
-from slapo_zoo.language.primitives import Replace, Sync
+from slapo_zoo.language.primitives import Replace, Sync, SyncRMSNorm
 from slapo_zoo.language.primitives.bias_after_sum import output_of
 from slapo_zoo.language.schedule import Schedule
 
-FORWARD = 'the output is a partial sum on each tp rank, and nothing sums it: add sync("fwd_post", "all_reduce") there'
-BACKWARD = 'the gradient of the input is a partial sum on each tp rank, and nothing sums it: add sync("bwd_post", "all_reduce") there'
+FORWARD = 'the output is a partial sum on each tp rank, and nothing sums it: add sync("fwd_post", "all_reduce") there, or around it'
+BACKWARD = 'the gradient of the input is a partial sum on each tp rank, and nothing sums it: add sync("bwd_post", "all_reduce") there, or around it'
+BIAS = 'the bias is added on each tp rank, and the all-reduce around it sums it tp times: put sync("fwd_post", "all_reduce") there'
+STATISTICS = "the mean and variance are of this tp rank's columns only: gather the columns before"
 INPUTS = {"Linear": 1, "Conv1D": 0}  # class --> axis of the weight with the input features
 
 
@@ -21,7 +25,7 @@ class ScheduleWarning(UserWarning):
 
 
 def missing_sums(sch: Schedule) -> list[str]:
-    """Return texts on missing all-reduces over tp in a schedule: one for outputs of modules, one for gradients of inputs.
+    """Return texts on missing all-reduces over tp in a schedule, on biases that are summed and on norms of shards.
 
     A `sync` directive (a collective) counts at the sharded module or at any module that contains the module. Replaced
     modules are skipped, because their code may all-reduce by itself.
@@ -31,11 +35,11 @@ def missing_sums(sch: Schedule) -> list[str]:
 
 def _line(bad: list[str], problem: str) -> str:
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    return f"{bad[0]}{more}: {problem}, or around it"
+    return f"{bad[0]}{more}: {problem}"
 
 
 def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
-    """Yield (paths of modules without an all-reduce over tp, text of what is missing) for outputs, then for gradients."""
+    """Yield (paths of modules, text of what is missing or added up too often there) for each kind of problem."""
     if sch.mesh.tp == 1:
         return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
@@ -44,18 +48,20 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
         if isinstance(directive, Sync):
             for mode in [half.mode for half in directive._halves()] or [directive.mode]:
                 synced.get(mode, replaced).update(paths if mode in synced else _parents(paths))
-        elif isinstance(directive, Replace):
+        elif isinstance(directive, Replace | SyncRMSNorm):
             replaced.update(paths)
-    for kind, mode, problem in (
-        ("partial", "fwd_post", FORWARD),
-        ("divided", "bwd_post", BACKWARD),
-    ):
-        bad = [path for path, module in sch.state.modules.items()
-               if output_of(Site(path, module, sch.state)) == kind
-               and not (mode == "bwd_post" and _divides_input(module))
-               and not any(at in synced[mode] or at in replaced for at in _around(path))]  # fmt: skip
-        if bad:
-            yield bad, problem
+    found: dict[str, list[str]] = {FORWARD: [], BACKWARD: [], BIAS: [], STATISTICS: []}
+    after, before, placed = synced["fwd_post"], synced["bwd_post"], sch.state.placed
+    for path, m in sch.state.modules.items():
+        kind, around = output_of(Site(path, m, sch.state)), {*_around(path)}
+        is_row, is_column = kind == "partial", kind == "divided" and not _divides_input(m)
+        has_bias = m._parameters.get("bias") is not None and path not in after
+        is_norm = isinstance(m, nn.LayerNorm | nn.RMSNorm) and path not in replaced
+        found[FORWARD] += [path] * (is_row and not around & (after | replaced))
+        found[BACKWARD] += [path] * (is_column and not around & (before | replaced))
+        found[BIAS] += [path] * bool(is_row and has_bias and around & after - replaced)
+        found[STATISTICS] += [path] * (is_norm and f"{path}.weight" in placed)
+    yield from ((bad, problem) for problem, bad in found.items() if bad)
 
 
 def _divides_input(module: Any) -> bool:

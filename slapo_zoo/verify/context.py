@@ -164,9 +164,8 @@ class Verify:
     ) -> Report:
         seconds = round(time.perf_counter() - self._begin, 2)
         sch = self.sch
-        return Report.of(
-            type(sch.model), sch.mesh, comparison, divergence, sch, error, SEED, seconds
-        )
+        cls, mesh = type(sch.model), sch.mesh
+        return Report.of(cls, mesh, comparison, divergence, sch, error, SEED, seconds)
 
 
 def _compare_all(
@@ -211,14 +210,17 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
 @contextmanager
 def _as_trained(sch: Schedule) -> Iterator[None]:
     """Context in which backwards recompute, in eval mode too, and sum partial gradients over tp as after `build(sch)`."""
-    is_own = sch.state.plan is None and not sch.state.sums_gradients
+    built, is_own = sch.state.sums, sch.state.plan is None
+    for handle in built:
+        handle.remove()
     handles = sum_over_tp(sch.model.named_parameters(), plan_of(sch.state)) if is_own else []
     sch.state.recomputes_in_eval = True
     try:
         yield
     finally:
         sch.state.recomputes_in_eval = False
-        for handle in handles:
+        sch.state.sums = handles if built else []
+        for handle in () if built else handles:
             handle.remove()
 
 

@@ -49,6 +49,10 @@ def summed_around(sch):
     sch["**.mlp.c_proj"].shard("weight", 0)
 
 
+def normed(sch):
+    sch["**.ln_2"].shard("weight", 0).shard("bias", 0)
+
+
 def summed_by_a_function(sch):
     whole_without = sch["**.mlp.c_proj"].shard("weight", 0)
     whole_without.sync("fwd_post", lambda module, args, y: y)
@@ -58,7 +62,16 @@ def summed_by_a_function(sch):
     ("write", "said"),
     [
         (whole, []),
-        (summed_around, []),
+        (
+            summed_around,
+            ["transformer.h.0.mlp.c_proj (and 1 more): the bias is added on each tp rank"],
+        ),
+        (
+            normed,
+            [
+                "transformer.h.0.ln_2 (and 1 more): the mean and variance are of this tp rank's columns"
+            ],
+        ),
         (summed_by_a_function, []),
         (without_forward, ["transformer.h.0.mlp.c_proj (and 1 more): the output is a partial sum"]),
         (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of the input"]),

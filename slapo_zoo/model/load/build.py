@@ -79,9 +79,10 @@ def build(
         consolidate_model(sch, target or "torch", given)
     if target not in (None, "torch"):
         return init_target_engine(sch, target, **kwargs)
-    if sch.state.plan is None and not sch.state.sums_gradients and dist.is_initialized():
-        sum_over_tp(sch.model.named_parameters(), plan_of(sch.state))
-        sch.state.sums_gradients = True
+    if sch.state.plan is None and dist.is_initialized():
+        for handle in sch.state.sums:  # of an earlier build
+            handle.remove()
+        sch.state.sums = sum_over_tp(sch.model.named_parameters(), plan_of(sch.state))
     return sch.model
 
 

@@ -159,9 +159,8 @@ def _config(asked: Mapping[str, Any]) -> Any:
     changes = dict(asked.get("config_changes", {}))
     hub = HubArguments.taken(changes)
     renamed(changes, asked.get("attention"), asked.get("dtype"))
-    folder = local_folder(
-        str(asked["name_or_path"]), asked.get("revision"), bool(asked.get("allow_pickle")), hub
-    )
+    name, allow_pickle = str(asked["name_or_path"]), bool(asked.get("allow_pickle"))
+    folder = local_folder(name, asked.get("revision"), allow_pickle, hub)
     return changed_config(folder, changes, hub)
 
 
