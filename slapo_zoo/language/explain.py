@@ -132,9 +132,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     if runtime is not None and runtime.pipeline is not None:
         if any(call for _, call in state.cuts):
             hint = "explain the model with pp=1, or see `slapo-zoo show NAME --pp ...`"
-            problem = (
-                "explain() does not support a block that runs on several pipeline stages (ALBERT)"
-            )
+            problem = "explain() does not support a block that runs on several stages (ALBERT)"
             raise ScheduleError("(the model)", "explain", problem, hint)
         whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds
         whole.sequence_parallel = state.sequence_parallel

@@ -45,8 +45,7 @@ def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> li
 
     Summed are gradients that `sum_gradient` names, and those of shards that several ranks hold (`replicate=True`).
 
-    `named` are names and parameters of a model, `plan` is that of this rank. Returned are handles, whose `remove()` takes
-    the hooks off.
+    `named` are names and parameters of a model, `plan` is that of this rank. `remove()` of the returned handles undoes it.
     """
     mesh, handles = plan.mesh, []
     groups = {ranks: new_group(list(ranks)) for ranks in plan.groups()} if mesh.tp > 1 else {}
@@ -64,8 +63,9 @@ def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> li
 def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:
     """Return the 2-norm of the gradients of the unsharded model, as one process would compute it.
 
-    `named` are names and local parameters of this rank. As its `plan` says, squares are summed over tp for parameters
-    sharded over tp, over dp for those sharded by ZeRO, and over pp.
+    Args:
+        named: names and local parameters of this rank.
+        plan: plan of this rank; squares are summed over tp and dp where parameters are sharded over them, and over pp.
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
     named, mesh = list(named), plan.mesh

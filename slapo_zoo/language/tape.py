@@ -338,9 +338,8 @@ class Tape(TorchDispatchMode):
             found = [self._ref(x) if isinstance(x, Tensor) else x for x in leaves]
             writes = tuple(x for x in found if isinstance(x, Ref))
             whole = (found, spec) if is_unit else None
-            self.note(
-                LEAVE, path=path, reads=self._refs((args, kwargs)), writes=writes, output=whole
-            )
+            reads = self._refs((args, kwargs))
+            self.note(LEAVE, path=path, reads=reads, writes=writes, output=whole)
             if is_unit:
                 self._unit = ""
                 self._unit_ended(path, leaves)

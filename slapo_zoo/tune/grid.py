@@ -77,8 +77,7 @@ class Grid:
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
-        """Return the numbers of the few configurations to measure first, to learn which fit into memory; the smallest
-        comes first.
+        """Return the numbers of the few configurations to measure first, to learn which fit into memory, smallest first.
 
         In the first configuration all symbols that matter for memory (batch size, recomputation) have the value that
         needs least. In each following one a single such symbol has the value that needs most. In the last one all

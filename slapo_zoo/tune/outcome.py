@@ -69,9 +69,8 @@ def failure_of(returncode: int, text: str) -> Outcome:
         return Outcome(OUT_OF_MEMORY, message="killed: the kernel does so when memory runs out")
     if returncode < 0:
         return Outcome(CRASH, message=f"died of {signal.Signals(-returncode).name}: {last}"[:300])
-    return Outcome(
-        CRASH, message=(last or f"ended with exit code {returncode} and no result")[:300]
-    )
+    message = last or f"ended with exit code {returncode} and no result"
+    return Outcome(CRASH, message=message[:300])
 
 
 def run_trial(

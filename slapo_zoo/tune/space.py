@@ -46,9 +46,8 @@ class Symbol:
         """Fix the symbol at the candidate with index `idx`; raise SpaceError for an index out of range."""
         if not 0 <= idx < len(self.vals):
             problem = f"found index {idx}, the symbol has {len(self.vals)} values"
-            raise SpaceError(
-                "Symbol", self.name, problem, f"pass an index from 0 to {len(self.vals) - 1}"
-            )
+            hint = f"pass an index from 0 to {len(self.vals) - 1}"
+            raise SpaceError("Symbol", self.name, problem, hint)
         self.fixed_idx = idx
 
     def add(self, val: Any) -> None:
@@ -100,8 +99,7 @@ class Space:
         Args:
             name: name of the symbol.
             vals: candidates, or a function whose parameters are names of earlier symbols.
-            when: function whose parameters are names of earlier symbols; where it returns False, configurations
-                lack this symbol.
+            when: function whose parameters are names of earlier symbols; where False, configurations lack this symbol.
         """
         known = self.space.get(name)
         if known is not None and known.is_fixed():
@@ -181,9 +179,8 @@ class Space:
             found.append(point)
             if len(found) > MOST_POINTS:
                 problem = f"the space has more than {MOST_POINTS} configurations"
-                raise SpaceError(
-                    "Space", self, problem, "give a symbol fewer values, or add a constraint"
-                )
+                hint = "give a symbol fewer values, or add a constraint"
+                raise SpaceError("Space", self, problem, hint)
         if not found:
             problem = "no configuration is left: constraints exclude all, or a symbol has no value"
             raise SpaceError("Space", self, problem, "relax a constraint, or give values")

@@ -2,8 +2,7 @@
 
 A strategy can rebuild its state from the measurements, so a killed search resumes where it stopped. The default one fits
 a surrogate to the measurements: a Gaussian process over a quadratic trend (step time changes smoothly with batch size
-and recomputation; Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998), and a model of
-memory use.
+and recomputation; Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998), and one of memory use.
 """
 
 import random

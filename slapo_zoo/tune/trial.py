@@ -42,8 +42,7 @@ class Job:
         dtype: dtype of the parameters.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         memory: bytes that a rank may use; 0 for no limit.
-        probe: expected loss on the probe, a small random batch, as one rank with reference kernels computed it; None
-            skips the comparison.
+        probe: expected loss on the probe, a small random batch, as one rank with reference kernels computed it; or None.
     """
 
     model: str

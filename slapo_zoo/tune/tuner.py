@@ -41,8 +41,7 @@ class Limits:
         patience: number of configurations in a row without a new best after which the search stops; 0: never.
         quick_steps: steps of a first short measurement; 0 skips it.
         steps: steps of a full measurement.
-        slack: a full measurement follows if the throughput of the short one is at least this share (0 to 1) of the
-            best short one.
+        slack: a full measurement follows if the short one has at least this share (0 to 1) of the best short throughput.
     """
 
     evaluations: int = 50
@@ -147,9 +146,8 @@ class Tuner:
         begun = f"begun | {key}"
         starts = self.database.get(begun, 0)
         if starts >= MOST_STARTS:
-            outcome = Outcome(
-                CRASH, message=f"the tuner ended {starts} times while it was measured"
-            )
+            message = f"the tuner ended {starts} times while it was measured"
+            outcome = Outcome(CRASH, message=message)
         else:
             self.database.commit(begun, starts + 1)
             outcome = self.measure(point, steps)

@@ -57,9 +57,8 @@ class Blame:
         for index, event in enumerate(self.order):
             wrong = self._wrong(event, gradient=False)
             if wrong is not None:
-                return Divergence(
-                    event.path, "forward", _describe(event), wrong, self._causes(index)
-                )
+                causes = self._causes(index)
+                return Divergence(event.path, "forward", _describe(event), wrong, causes)
         return None
 
     def _backward(self, wrong_parameters: Sequence[str]) -> Divergence | None:

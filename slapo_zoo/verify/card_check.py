@@ -34,9 +34,8 @@ def require_correct(
         knobs: values of the loader arguments pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
-        raise CardError(
-            "from_pretrained", f"verify={level!r}", "no such level", f"choose one of {LEVELS}"
-        )
+        hint = f"choose one of {LEVELS}"
+        raise CardError("from_pretrained", f"verify={level!r}", "no such level", hint)
     if level == "off":
         return
     knobs = {**knobs, "cp": min(mesh.cp, 2)}
@@ -50,9 +49,8 @@ def require_correct(
         get_logger("slapo_zoo").warning("the card was not verified: %s", found["text"])
     elif found["verdict"] != "verified":
         hint = 'repair the directives named above and save the card again; verify="off" loads it unverified'
-        raise CardError(
-            "card", "verify", f"the schedule of this card is wrong\n{found['text']}", hint
-        )
+        problem = f"the schedule of this card is wrong\n{found['text']}"
+        raise CardError("card", "verify", problem, hint)
 
 
 def request_for(
@@ -87,9 +85,8 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
     """
     card = read_card(folder)
     sizes = (card.mesh["tp"], card.mesh["pp"], card.mesh["dp"])
-    found = verify_apart(
-        request_for(card.program, config, sizes, {"cp": card.mesh.get("cp", 1)}, quick)
-    )
+    knobs = {"cp": card.mesh.get("cp", 1)}
+    found = verify_apart(request_for(card.program, config, sizes, knobs, quick))
     with_verdict(card, found).write(folder)
     return found
 

@@ -302,12 +302,10 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
     largest = max((float(y.norm()) for _, y in pairs), default=0.0)
     big = [(x, y) for x, y in pairs if y.norm() > ALIKE * largest]
     factors = [float(x @ y / (y @ y)) for x, y in big]
-    one = all(
-        (x - f * y).norm() <= ALIKE * x.norm() for f, (x, y) in zip(factors, big, strict=True)
-    )
-    same = one and max(factors, default=1.0) - min(factors, default=1.0) <= ALIKE * max(
-        factors, default=1.0
-    )
+    scaled = list(zip(factors, big, strict=True))
+    one = all((x - f * y).norm() <= ALIKE * x.norm() for f, (x, y) in scaled)
+    least, most = min(factors, default=1.0), max(factors, default=1.0)
+    same = one and most - least <= ALIKE * most
     return factors[0] if same and abs(factors[0] - 1.0) > 10 * ALIKE else None
 
 

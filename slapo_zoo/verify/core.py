@@ -159,8 +159,7 @@ class _Verification:
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
         """Return a difference that no module explains: in the loss, in a factor of all gradients, or in their norm.
 
-        Return `divergence`, the first module that differs, if there is no such difference or this module's forward
-        differs.
+        Return `divergence`, the first module that differs, if there is none such or this module's forward differs.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -197,9 +196,8 @@ class _Verification:
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)
-        return frozenset(
-            path for paths, (_, d) in steps if getattr(d, field, None) in meant for path in paths
-        )
+        found = (paths for paths, (_, d) in steps if getattr(d, field, None) in meant)
+        return frozenset(path for paths in found for path in paths)
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:

@@ -33,10 +33,8 @@ def class_by_token(cls: Any) -> Any:
     ]  # fmt: skip
     rank = lambda one: next(i for i, e in enumerate(ENDINGS) if one.__name__.endswith(e))  # noqa: E731
     if not head.labels or (not head.by_token and not found):
-        problem = (
-            f"the loss of {cls.__name__} is no mean over tokens, and no class beside it has one"
-        )
-        raise refusal(problem)
+        name = cls.__name__
+        raise refusal(f"the loss of {name} is no mean over tokens, and no class beside it has one")
     cls = cls if head.by_token else min(found, key=rank)
     if not accepts(cls, "input_ids"):
         raise refusal(f"{cls.__name__} takes no input_ids")

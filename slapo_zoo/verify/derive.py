@@ -127,8 +127,7 @@ class Search:
     def _attempts(self) -> Iterator[Make]:
         """Yield functions (config, model) --> table of sharding rules; tables that shard more come first.
 
-        When the first tables are wrong, this generator sets `left_whole`: the groups of modules that the next ones
-        leave unsharded.
+        When the first tables are wrong, this generator sets `left_whole`: groups of modules that stay unsharded next.
         """
         for undivided in self._undivided_values():
             self.undivided = undivided
@@ -148,8 +147,7 @@ class Search:
     def _undivided_values(self) -> tuple[bool, ...]:
         """Return the values of the table field `undivided` to try.
 
-        True means that the loss is no mean over rows, so that a batch cannot be split; it is tried only with pp=1
-        and dp=1.
+        True means that the loss is no mean over rows: a batch cannot be split, and only pp=1 and dp=1 are tried.
         """
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
@@ -185,9 +183,8 @@ class Search:
     def _table(self, config: Any, model: Any, chains: bool) -> Table:
         seen = self.case.seen
         tokens = bool(self.knobs.get("sequence_parallel"))
-        return derive_table(
-            config, model, seen, self.left_whole, chains, self.proven, self.stack, tokens
-        )
+        kept, proven = self.left_whole, self.proven
+        return derive_table(config, model, seen, kept, chains, proven, self.stack, tokens)
 
     def _probe(self, make: Make, sizes: tuple[int, int, int]) -> str:
         try:
@@ -231,9 +228,8 @@ class Search:
         frozen = freeze(table, model)
         share = divided_share(frozen, model)
         if self.sizes[0] > 1 and not share:
-            reason = next(
-                (r for r in self.left_whole.values() if r), "it has no module with a known rule"
-            )
+            reasons = (*self.left_whole.values(), "it has no module with a known rule")
+            reason = next(filter(None, reasons))
             problem = f"nothing can be sharded over tp: {reason}"
             raise refusal(self.config, problem, "use tp=1, with pp or dp instead")
         took = round(time.perf_counter() - self.begin, 2)
@@ -297,8 +293,7 @@ def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[
         cls: class of the model; if its loss is no mean over tokens, one with the same blocks is tried.
         table: sharding rules of the family, for any config.
         tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
-        way: `cp_attention=`: "gather" (keys of all ranks), "ulysses" (all tokens, some heads), "ring" (keys of a rank
-            at a time).
+        way: `cp_attention=`: "gather" (keys of all ranks), "ulysses" (all tokens, some heads), "ring" (keys rank by rank).
 
     Raises:
         ArchitectureError: with sharded tokens the tiny model computes something else, or plain

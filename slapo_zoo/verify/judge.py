@@ -207,9 +207,8 @@ def scheduled(
     whole = cast(trial.case.batch, dtype)
     with agreed_collectives(model.mesh):
         with torch.no_grad():
-            result.outputs = tensors_of(
-                model.eval()(**{k: v[:EVALUATED] for k, v in whole.items()})
-            )
+            few = {k: v[:EVALUATED] for k, v in whole.items()}
+            result.outputs = tensors_of(model.eval()(**few))
         if "loss" in result.outputs:
             _train(model, trial, whole, result, save is not None)
     if save is not None:

@@ -78,9 +78,8 @@ def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) ->
     plain, problems = _plain(case, rows), []
     for positions in _candidates(case):
         table = with_positions(table, case.cls, positions)
-        depth, problem = _problem(
-            Trial(case, (tp, 1, 1), table, {**CUT, "cp_attention": way}), rows, plain
-        )
+        trial = Trial(case, (tp, 1, 1), table, {**CUT, "cp_attention": way})
+        depth, problem = _problem(trial, rows, plain)
         if not problem:
             return positions
         problems.append((depth, problem))

@@ -52,9 +52,8 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
         if any(int(other) != int(mine) for other in each):
             where = recorder.inside[-1] if recorder and recorder.inside else "a collective"
             differ = [i for i, other in enumerate(each) if int(other) != int(mine)]
-            problem = (
-                f"tp rank {mesh.coord('tp')} calls {what}, tp ranks {differ} call a different one"
-            )
+            rank = mesh.coord("tp")
+            problem = f"tp rank {rank} calls {what}, tp ranks {differ} call a different one"
             hint = "the ranks have different sizes here: shard an axis that tp divides, or pass pad=True to `shard`"
             raise ScheduleError(where, "collective", problem, hint)
 

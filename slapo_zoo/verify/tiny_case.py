@@ -85,9 +85,8 @@ def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
     with torch.device("meta"):
         count = sum(p.numel() for p in cls(copy.deepcopy(small)).parameters())
     if count > MOST:
-        raise MemoryError(
-            f"a small model of this config has {count:.0f} parameters, expected at most {MOST:.0f}"
-        )
+        found = f"a small model of this config has {count:.0f} parameters"
+        raise MemoryError(f"{found}, expected at most {MOST:.0f}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         small = expressive_config(small)

@@ -80,9 +80,8 @@ class Outline:
             )
             own = options.attention or tuned.get("attention")
             stages = self.places.num_stages
-            apply_table(
-                self.schedule, self.table, options.but(attention=own), stages, tuned.get("kernels")
-            )
+            chosen = options.but(attention=own)
+            apply_table(self.schedule, self.table, chosen, stages, tuned.get("kernels"))
             if kind == "extended":
                 options.schedule.function(self.schedule)
         else:

@@ -225,9 +225,8 @@ def image_tokens(config: Any, sides: Sequence[int] = ()) -> int:
     """Return the number of tokens of an image in a vision transformer: its patches, and one of the class. `sides` are
     its height and width, by default those of the config.
     """
-    size, patch = (
-        (n, n) if isinstance(n, int) else n for n in (config.image_size, config.patch_size)
-    )
+    both = config.image_size, config.patch_size
+    size, patch = ((n, n) if isinstance(n, int) else n for n in both)
     height, width = sides or size
     return (height // patch[0]) * (width // patch[1]) + 1
 
@@ -243,9 +242,8 @@ def table_for(model_type: str, more: str = "") -> Table:
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)
-        hint = (
-            f"nearest: {near}; to add one, write schedules/{model_type}.py (CONTRIBUTING.md){more}"
-        )
+        file = f"schedules/{model_type}.py"
+        hint = f"nearest: {near}; to add one, write {file} (CONTRIBUTING.md){more}"
         problem = f"slapo_zoo has no sharding rules for this model family; it has rules for {', '.join(names)}"
         raise ArchitectureError("zoo", f"model_type={model_type!r}", problem, hint)
     return ZOO[model_type]

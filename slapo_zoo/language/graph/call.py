@@ -66,9 +66,8 @@ class Call:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             hint = f"pass the arguments of {type(module).__name__}.forward{signature}"
-            raise ScheduleError(
-                where or "(the model)", "example inputs", str(error), hint
-            ) from None
+            at = where or "(the model)"
+            raise ScheduleError(at, "example inputs", str(error), hint) from None
         arguments, others = [], ""
         varies = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
         for name, parameter in signature.parameters.items():
@@ -96,9 +95,8 @@ class Call:
     def _check(self) -> None:
         for a in self.arguments:
             if not a.live and not _is_literal(a.value):
-                problem = (
-                    f"argument {a.name!r} is a {type(a.value).__name__}: neither tensor nor literal"
-                )
+                found = type(a.value).__name__
+                problem = f"argument {a.name!r} is a {found}: neither tensor nor literal"
                 hint = "leave the argument out of the example (for a KV cache: use_cache=False)"
                 raise ScheduleError(self.where or "(the model)", "trace", problem, hint)
 

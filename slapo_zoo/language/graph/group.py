@@ -34,9 +34,8 @@ def group(subgraph: Subgraph, name: str) -> tuple[str, GroupModule]:
     rewrite:  t = f(a); y = g(t, b)  -->  y = self.<name>_0(a, b)
     """
     owner, inside = subgraph.module, set(subgraph.nodes)
-    inputs = list(
-        dict.fromkeys(i for n in subgraph.nodes for i in n.all_input_nodes if i not in inside)
-    )
+    reads = (i for n in subgraph.nodes for i in n.all_input_nodes if i not in inside)
+    inputs = list(dict.fromkeys(reads))
     graph = _copy(subgraph, inputs)
     known = {node.name: node for node in inputs}
     outer = Subgraph(subgraph.path, owner, subgraph.nodes, known, subgraph.outputs)

@@ -54,9 +54,8 @@ def arguments(
             return (), {**inputs, **constants}
     if varies or len(required) <= len(inputs) <= len(plain):
         return tuple(inputs.values()), constants
-    problem = (
-        f"the subgraph has the inputs {list(inputs)}, {_name(new)} takes {[p.name for p in plain]}"
-    )
+    takes = [p.name for p in plain]
+    problem = f"the subgraph has the inputs {list(inputs)}, {_name(new)} takes {takes}"
     hint = (
         f"give {_name(new)} one parameter per input of the subgraph, in that order, or name its parameters "
         "as the pattern function names its own"

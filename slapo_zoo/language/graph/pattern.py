@@ -28,9 +28,7 @@ class Pattern(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Compute the operations to find in a graph; each subclass overrides this method."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define forward(), with the operations to find"
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define forward(): what to find")
 
 
 class ModulePattern(nn.Module):
@@ -51,9 +49,7 @@ def call_module(regex: str, *args: Any) -> Any:
     """Return, in a pattern function, the result of calling any module whose path, or its last segments, match `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
-        problem = (
-            "call_module was called outside of a pattern, or without an argument of the pattern"
-        )
+        problem = "call_module was called outside of a pattern, or without its arguments"
         hint = 'write a pattern such as lambda x: call_module("fc.*", x)'
         raise ScheduleError("pattern", f"call_module({regex!r})", problem, hint)
     return proxies[0].tracer.create_proxy("call_function", call_module, (regex, *args), {})

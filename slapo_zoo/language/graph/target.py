@@ -21,9 +21,8 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
             or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
     """
     if not any(isinstance(m, fx.GraphModule) for m in site.module.modules()):
-        raise directive.fail(
-            site, "the module has no graph", "call trace() or find() on this module first"
-        )
+        hint = "call trace() or find() on this module first"
+        raise directive.fail(site, "the module has no graph", hint)
     found = _subgraphs(site, spec)
     if not found:
         problem = f"nothing in the graph matches {spec!r}{_rejections(found)}"

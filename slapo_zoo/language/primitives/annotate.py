@@ -28,9 +28,8 @@ class Annotate(Directive):
         parameter = site.module._parameters.get(self.param_name)
         if parameter is None:
             has = ", ".join(site.module._parameters) or "none"
-            raise self.fail(
-                site, f"the module has no parameter {self.param_name!r}", f"choose one of: {has}"
-            )
+            problem = f"the module has no parameter {self.param_name!r}"
+            raise self.fail(site, problem, f"choose one of: {has}")
         if self.key not in parameter.__dict__ and hasattr(parameter, self.key):
             hint = "choose another key for the annotation"
             raise self.fail(site, f"every torch tensor already has an attribute {self.key!r}", hint)

@@ -25,8 +25,7 @@ class ExpertParallel(Directive):
     source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2 (experts over devices)
 
     Args:
-        count: name of the module's attribute that holds the number of experts. The experts' weights must be
-            sharded before.
+        count: name of the module's attribute with the number of experts, whose weights must be sharded before.
         mesh_dim: the mesh dim that the experts are sharded over.
     """
 
@@ -41,12 +40,9 @@ class ExpertParallel(Directive):
             raise self.fail(site, problem, hint)
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         if found < n:
-            problem = (
-                f"{found} experts cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
-            )
-            raise self.fail(
-                site, problem, f"choose among legal sizes of {self.mesh_dim}: 1..{found}"
-            )
+            dim, hint = self.mesh_dim, f"choose among legal sizes of {self.mesh_dim}: 1..{found}"
+            problem = f"{found} experts cannot be sharded over {dim}={n}: each rank needs one"
+            raise self.fail(site, problem, hint)
         local = Placement(0).local_size(found, n, r)
         wrong = [name for name, p in site.module.named_parameters() if p.shape[0] != local]
         if wrong:

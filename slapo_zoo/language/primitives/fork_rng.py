@@ -152,8 +152,7 @@ class OwnDropout(TorchFunctionMode):
     Args:
         site: the module whose forward runs, with its path.
         tokens: with sequence parallelism, inputs hold only the tokens of this rank.
-        name: name from which the random numbers are derived, by default the path; ranks that must draw differently
-            have different names.
+        name: name from which the random numbers are derived, by default the path; it may differ between ranks.
         child: record of the child `ForkRng.after`, whose output is sharded along the last axis; None without one.
     """
 
@@ -267,8 +266,7 @@ def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
 
     Args:
         x: input of the Dropout.
-        child: record of the module that `ForkRng.after` names; if that has just run, x is its sharded output. None if
-            `after` is empty.
+        child: record of the module that `ForkRng.after` names; if that has just run, x is its sharded output; or None.
         size: global size of the last axis, compared with that of `x` when `child` is None.
     """
     if child is None:

@@ -27,9 +27,8 @@ def register_primitive() -> Callable[[type], type]:
     def register(cls: type) -> type:
         if not inspect.isclass(cls):
             problem = f"found {cls!r}, expected a class"
-            raise ScheduleError(
-                "register_primitive", "", problem, "write @register_primitive() above a class"
-            )
+            hint = "write @register_primitive() above a class"
+            raise ScheduleError("register_primitive", "", problem, hint)
         name, apply = getattr(cls, "name", None), getattr(cls, "apply", None)
         if issubclass(cls, Directive) and isinstance(name, str):
             return primitive(name)(cls)

@@ -36,12 +36,12 @@ class ShardArgument(Directive):
     def check(self, site: Site) -> None:
         n = site.mesh.size(self.mesh_dim)
         if self.size < n:
-            problem = (
-                f"{self.size} heads cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
+            dim, hint = (
+                self.mesh_dim,
+                f"choose among legal sizes of {self.mesh_dim}: 1..{self.size}",
             )
-            raise self.fail(
-                site, problem, f"choose among legal sizes of {self.mesh_dim}: 1..{self.size}"
-            )
+            problem = f"{self.size} heads cannot be sharded over {dim}={n}: each rank needs one"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)

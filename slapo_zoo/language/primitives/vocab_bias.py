@@ -43,7 +43,6 @@ class VocabBias(Directive):
             return
         head: Any = site.module
         rest, own = Seen(head, {self.param_name: 0.0}), type(head).forward
-        head.get_submodule(self.linear).register_forward_hook(
-            lambda _m, _a, y: y + getattr(head, self.param_name)
-        )
+        linear = head.get_submodule(self.linear)
+        linear.register_forward_hook(lambda _m, _a, y: y + getattr(head, self.param_name))
         head.forward = lambda *args, **kwargs: own(rest, *args, **kwargs)

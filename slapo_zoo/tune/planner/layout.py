@@ -145,8 +145,7 @@ def layouts(
 def orders_for(
     pp: int, count: int, blocks: int, orders: Sequence[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yield (pipeline order, stages per rank) for each name in `orders` that can run `count` micro-batches on `pp`
-    ranks.
+    """Yield (pipeline order, stages per rank) for each of `orders` that can run `count` micro-batches on `pp` ranks.
 
     A model of `blocks` blocks has at most `blocks` stages. With pp=1 the only pair is ("1f1b", 1).
     """
@@ -194,9 +193,8 @@ def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tu
         now = dict.fromkeys(places.stages_of(rank), 0)
         most = tuple(now.values())
         for action in actions:
-            now[action.stage] += (action.kind == FORWARD) - (
-                action.kind in (BACKWARD, BACKWARD_WEIGHT)
-            )
+            ends = action.kind in (BACKWARD, BACKWARD_WEIGHT)
+            now[action.stage] += (action.kind == FORWARD) - ends
             if sum(now.values()) > sum(most):
                 most = tuple(now.values())
         found.append(most)

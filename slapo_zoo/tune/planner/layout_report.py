@@ -46,9 +46,8 @@ class Worth:
         """Return two lines of text: throughput, MFU and GPU hours; then the share of the step's time of each part."""
         error = "unmeasured" if self.error is None else f"± {self.error:.0%}"
         used = "" if self.mfu is None else f", MFU {self.mfu:.0%}"
-        shares = ", ".join(
-            f"{name} {share:.0%}" for name, share in self.binds.items() if share >= 0.005
-        )
+        large = ((name, share) for name, share in self.binds.items() if share >= 0.005)
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in large)
         return (
             f"simulated ({error}): {self.tokens_per_s:.3g} tokens/s{used}, "
             f"{self.gpu_hours:.3g} GPU hours for 10^9 tokens\n"

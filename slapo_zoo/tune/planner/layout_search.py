@@ -198,8 +198,7 @@ class Planner:
     def _divisions(
         self, tp: int, gpus: int, divided: bool, cut: bool
     ) -> Iterator[tuple[bool, int, str]]:
-        """Yield each (sequence parallelism or not, number of cp ranks, how attention sees their tokens) to try with
-        `tp`.
+        """Yield each (sequence parallelism, number of cp ranks, how attention sees their tokens) to try with `tp`.
 
         `divided` allows sequence parallelism, `cut` cp > 1. A cp rank has at least SHORTEST (2048) tokens of a row;
         with cp > 1 tp ranks shard these tokens too if tp divides them.

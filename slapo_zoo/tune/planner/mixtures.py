@@ -1,5 +1,4 @@
-"""Choose for each block whether its activations are kept, recomputed or offloaded, at least time within a memory
-limit.
+"""Choose for each block whether its activations are kept, recomputed or offloaded: fastest within a memory limit.
 
 A mixture has one choice per block. Block after block, a mixture is dropped if another mixture takes fewer bytes and
 seconds; of those left at the end the fastest that fits is taken. If more than MOST (400) are left at a block, their

@@ -201,8 +201,7 @@ class Recompute:
         Only the checkpointing policy "sharded" splits saved inputs over tp; other units have 0.
         `units` are the calls of units (blocks, embeddings, heads) in a stage, `uses` their costs.
         """
-        hidden = min(
-            (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0
-        )
+        outputs = (u.output for n, u in zip(units, uses, strict=True) if n.is_block)
+        hidden = min(outputs, default=0.0)
         share = hidden * (1 - 1 / self.shares)
         return [share * (self.of(unit.name) == "sharded") for unit in units]

@@ -89,9 +89,8 @@ def stage_memory(
     largest = max([unit.largest for unit in units] + [size for size, _ in shared])
     received = uses[0].received if begin else 0.0
     blocks = [size for unit, size in zip(units, own, strict=True) if unit.is_block]
-    total, largest, widest, inside = (
-        n // profile.itemsize for n in (sum(own), largest, max(blocks, default=0), sum(blocks))
-    )
+    sizes = sum(own), largest, max(blocks, default=0), sum(blocks)
+    total, largest, widest, inside = (n // profile.itemsize for n in sizes)
     return StageMemory(
         total, largest, widest, below, peak - below, growing, received, sent, total - inside,
         max(inner - below, 0.0), *(n // profile.itemsize for n in _around(units, shared)),
@@ -161,9 +160,8 @@ def rank_memory(
     if m == 1 and len(stages) == 1 and layout.dp_shard == 1:
         before = count * min(precision.gradients, precision.itemsize)  # counted in `growing` too
         middle = fixed - before + buffers + stages[0].growing
-    bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (
-        layout.replicas > 1
-    )
+    bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients))
+    bucket *= layout.replicas > 1
     copies = hardware.optimizer_copies * largest * precision.state_itemsize
     if hardware.foreach and not runtime.fused_optimizer:  # temporaries of all parameters at once
         copies = count * precision.state_itemsize

@@ -55,8 +55,7 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
 def group_rate(hardware: Hardware, ranks: int, stride: int = 1, cards: int | None = None) -> float:
     """Return the bytes per second that each device sends in a ring of `ranks` devices whose ranks are `stride` apart.
 
-    Across nodes the ring uses all network cards of the ranks of a node, at most `cards` (None: one per rank), as NCCL
-    does.
+    Across nodes the ring uses all network cards of a node's ranks, at most `cards` (None: one per rank), as NCCL does.
     """
     if ranks * stride <= hardware.per_node:
         return hardware.link
@@ -294,9 +293,8 @@ def _pipeline(
         # per micro-batch and stage a rank sends and receives an activation and a gradient
         steady = m * (per_rank[here] + 2 * max(wait) * layout.stages_per_rank)
         return steady + fill, held[here], per_rank
-    spans = simulate(
-        places.actions(m), lambda action: _cost(stages[action.stage], action.kind), max(wait)
-    )
+    cost = lambda action: _cost(stages[action.stage], action.kind)  # noqa: E731
+    spans = simulate(places.actions(m), cost, max(wait))
     return makespan(spans), held[here], per_rank
 
 

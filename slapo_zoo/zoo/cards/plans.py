@@ -109,9 +109,7 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
     error = next(_validator().iter_errors(found), None)
     if error is not None:
         place = ".".join(map(str, (SIMULATED, *error.absolute_path)))
-        hint = (
-            "take this entry out of the card's tuning.json, or load with a card whose file is valid"
-        )
+        hint = "take this entry out of the card's tuning.json, or load with a card that is valid"
         raise CardError("tuning.json", f"{place:.200}", f"{error.message:.300}", hint)
     return [Plan(**entry) for entry in found.values()]
 

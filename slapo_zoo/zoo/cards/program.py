@@ -85,9 +85,8 @@ class Program:
             CardError: the model is of another family, or a constraint does not hold.
         """
         if config.model_type != self.model_type:
-            problem = (
-                f"the card was made for {self.model_type!r}, the model is {config.model_type!r}"
-            )
+            found = config.model_type
+            problem = f"the card was made for {self.model_type!r}, the model is {found!r}"
             hint = "choose a card of the model's family"
             if self.model_type == MODULE:
                 hint = "apply the card to a module of your own: slapo_zoo.apply_card(module, card)"
@@ -187,9 +186,8 @@ def _ask(question: Any, text: str, numbers: Mapping[str, int]) -> Any:
 def _card_error(error: Exception, where: str) -> CardError:
     if isinstance(error, ScheduleError):
         return CardError(where, error.what, error.problem, error.hint)
-    return CardError(
-        where, "", str(error), "give the arguments that the primitive takes (docs/reference)"
-    )
+    hint = "give the arguments that the primitive takes (docs/reference)"
+    return CardError(where, "", str(error), hint)
 
 
 def _shown(value: Any) -> str:

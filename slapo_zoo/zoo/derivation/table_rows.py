@@ -181,9 +181,8 @@ def with_seams(table: Table, model: Any) -> Table:
 
 def _calls_interface(module: nn.Module) -> bool:
     """Return whether a module (which is no PreTrainedModel) has a method that reads ALL_ATTENTION_FUNCTIONS."""
-    methods = (
-        inspect.unwrap(f) for cls in type(module).__mro__ for f in vars(cls).values() if callable(f)
-    )
+    every = (f for cls in type(module).__mro__ for f in vars(cls).values() if callable(f))
+    methods = map(inspect.unwrap, every)
     codes = (getattr(method, "__code__", None) for method in methods)
     names = (name for code in codes if code is not None for name in code.co_names)
     return not hasattr(module, "base_model_prefix") and "ALL_ATTENTION_FUNCTIONS" in names
