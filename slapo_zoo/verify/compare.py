@@ -241,7 +241,8 @@ def _distance(found: Any, want: Tensor) -> float:
     if not want.numel():
         return 0.0
     found = torch.as_tensor(found).double()
-    apart = (found - want).masked_fill(found == want, 0.0)  # infinities of a mask are equal
+    nan = want.isnan() & found.isnan() & (not want.isnan().all())  # all NaN would prove nothing
+    apart = (found - want).masked_fill((found == want) | nan, 0.0)  # as infinities of a mask
     return float(apart.abs().max())
 
 

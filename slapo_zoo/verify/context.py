@@ -119,8 +119,8 @@ class Verify:
         near = Tolerance(truth, plains)
         for rank, found in enumerate(every):
             _compare_all(comparison, near, "outputs", found.outputs, truth.outputs, rank)
-        if truth.grads and self.sch.mesh.rank == 0:
-            _compare_all(comparison, near, "gradients", every[0].grads, truth.grads)
+        for rank, found in enumerate(every if truth.grads and self.sch.mesh.rank == 0 else ()):
+            _compare_all(comparison, near, "gradients", found.grads, truth.grads, rank)
         comparison = together(self.sch.mesh, WHERE, lambda: comparison)[0]
         divergence = self._blame(every, truth, plains[0], comparison)
         self.report = self._reported(comparison, divergence, None)
@@ -245,12 +245,15 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
-    """Return the unsharded gradients of the model of `sch` on rank 0, elsewhere {}; all ranks call it together."""
+    """Return the gradients of the model of `sch`: unsharded on rank 0, elsewhere those of unsharded parameters; all ranks
+    call it together.
+    """
     mesh, named = sch.mesh, dict(sch.model.named_parameters())
     rows = [row for row in plan_of(sch.state).saved if row.name in named]
     held = {row.name: named[row.name] for row in rows}
     local = {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in held.items()}
-    return consolidate.gather(local, rows, mesh)
+    whole = {row.name: local[row.name] for row in rows if row.placement is None}
+    return consolidate.gather(local, rows, mesh) or whole
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

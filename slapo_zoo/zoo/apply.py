@@ -243,10 +243,11 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
     if num_stages == 1:
         return []
-    if num_stages > len(blocks) * calls:
-        problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
-        hint = f"choose pp between 1 and {max(1, len(blocks) * calls)}"
-        raise MeshError("mesh", f"pp={num_stages}", problem, hint)
+    if num_stages > (most := len(blocks) * calls):
+        both = "" if num_stages == sch.mesh.pp else "and stages_per_rank with a product "
+        hint = f"choose pp {both}between 1 and {max(1, most)}"
+        problem = f"{num_stages} stages, but the model has {most} blocks"
+        raise MeshError("mesh", f"pp={sch.mesh.pp}", problem, hint)
     costs = step_costs(sch.model, units_of(sch.model, table, blocks), blocks, num_stages)
     may_cut = [i for i, cost in enumerate(costs) if cost.unit in blocks]
     ends = balanced_cuts([cost.step for cost in costs], may_cut, num_stages)

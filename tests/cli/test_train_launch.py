@@ -216,7 +216,7 @@ WRONG = {
     ),
     "stages": ("--pp 9", "9 stages, but the model has 2 blocks"),
     "heads": ("--tp 7", "heads cannot be sharded over tp=7"),
-    "stages-of-an-order": ("--pp 2 --set load.pipeline_order=zbv", "the model has 2 blocks"),
+    "stages-of-an-order": ("--pp 2 --set load.pipeline_order=zbv", "choose pp and stages_per_rank with a product between 1 and 2"),
     "rows": ("--dp 3", "expected a multiple of dp * micro-batches = 3"),
     "pp-of-megatron": ("--engine megatron --pp 2", "found pp=2, expected 1"),
 }  # fmt: skip

@@ -108,13 +108,14 @@ def test_verification_detects_replicated_weights_that_drift_apart(case, search):
 
 
 def test_verification_accepts_equal_infinities_of_a_mask_and_rejects_nan():
-    """Only minus infinity is right where the expected value is minus infinity; NaN never is."""
-    truth = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    """Only minus infinity is right where the expected value is minus infinity, and NaN where some values are NaN."""
+    truth = torch.tensor([1.0, -torch.inf, torch.nan], dtype=torch.float64)
     near = FixedTolerance(Result(outputs={"logits": truth}), 1e-4)
     for found, right in (
-        ([1.0, -torch.inf], True),
-        ([1.0, -1e9], False),
-        ([torch.nan, -torch.inf], False),
+        ([1.0, -torch.inf, torch.nan], True),
+        ([1.0, -1e9, torch.nan], False),
+        ([torch.nan, -torch.inf, torch.nan], False),
+        ([1.0, -torch.inf, 0.0], False),
     ):
         into = Comparison()
         near.check(into, "outputs", "logits", torch.tensor(found), lambda r: r.outputs["logits"])

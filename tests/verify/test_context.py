@@ -24,6 +24,10 @@ def column(sch):
     sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
 
 
+def unlike_on_rank_1(sch):
+    sch["3"].mod.bias.register_hook(lambda grad: grad * (1 + sch.mesh.rank))
+
+
 def row(sch):
     sch["3"].shard("weight", 1).sync("fwd_post", "all_reduce")
 
@@ -121,8 +125,12 @@ def test_verify_context_passes_a_correct_column_and_row_parallel_schedule(eval_m
 
 @pytest.mark.parametrize(
     ("parts", "phase", "suspect"),
-    [((no_backward, row), "backward", "0"), ((column, no_forward), "forward", "3")],
-    ids=["backward", "forward"],
+    [
+        ((no_backward, row), "backward", "0"),
+        ((column, no_forward), "forward", "3"),
+        ((column, row, unlike_on_rank_1), "parameters", "3"),
+    ],
+    ids=["backward", "forward", "one rank"],
 )
 def test_verify_context_names_the_module_of_a_missing_collective(parts, phase, suspect):
     for report in emulate(step, [parts], mesh=(2, 1, 1)):
