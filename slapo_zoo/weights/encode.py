@@ -14,7 +14,7 @@ from torch import Tensor
 from slapo_zoo.errors import WeightsError
 
 OF_OTHERS = ("$like", "$by_dp")  # other marks in records and training states
-MOST_ELEMENTS = 4096  # larger tensors go to a safetensors file
+MOST_ELEMENTS = 8192  # the state of a generator has 5056; larger tensors go to a safetensors file
 
 
 def encode(value: Any, where: str) -> Any:
@@ -39,7 +39,7 @@ def encode(value: Any, where: str) -> Any:
             return {"$counter": pairs}
         is_plain = all(type(k) is str and not k.startswith("$") for k in value)
         return dict(pairs) if is_plain else {"$items": pairs}
-    problem = f"found a {type(value).__name__}, expected numbers, texts, lists and dictionaries"
+    problem = f"found a {type(value).__name__}, expected numbers, texts, lists, dictionaries, or tensors of at most {MOST_ELEMENTS} elements"
     hint = "convert it to these, or leave it out of what is saved (optimizer, scheduler, `extra`)"
     raise WeightsError("save_checkpoint", where, problem, hint)
 

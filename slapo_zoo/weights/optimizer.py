@@ -21,7 +21,7 @@ from slapo_zoo.weights.load_memory import Target
 OWN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Megatron's own options in a group, unknown to other engines
 OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"}
-OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 FACTORED = "Adafactor"  # of each matrix it keeps sums of rows and of columns, which every tp rank holds unsharded
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 Record = dict[str, Any]

@@ -1,5 +1,6 @@
 """`exact=`: training has the same bits on every mesh whose sizes divide those of the virtual mesh."""
 
+import copy
 import os
 import signal
 from itertools import product
@@ -333,6 +334,7 @@ def adafactor(model):
         ({"tp": 2}, {}, called_by_position, "the same logits"),
         ({"tp": 2}, {}, in_any_order, "does not have a deterministic implementation"),
         ({"tp": 2}, {}, adafactor, "element by element"),
+        ({"tp": 2}, {}, copy.deepcopy, "cannot be copied"),
     ],
 )
 def test_bit_exact_mode_raises_for_unsupported_sizes_options_batches_and_optimizers(

@@ -48,7 +48,12 @@ def test_counter_and_ordered_dict_are_equal_after_json_encoding_and_decoding():
     assert math.isnan(there_and_back(math.nan))
 
 
-@pytest.mark.parametrize("value", [len, {1, 2}, torch.ones(5000), object()])
+def test_state_of_a_random_generator_is_equal_after_json_encoding_and_decoding():
+    state = torch.Generator().manual_seed(3).get_state()
+    assert torch.equal(there_and_back(state), state)
+
+
+@pytest.mark.parametrize("value", [len, {1, 2}, torch.ones(9000), object()])
 def test_json_encoding_of_unsupported_value_raises_and_names_it(value):
     with pytest.raises(WeightsError, match=r"scheduler.a\[1\]: found a "):
         encode({"a": [0, value]}, "scheduler")

@@ -207,6 +207,11 @@ class ExactModel(Unwrapped, nn.Module):
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raise NotBuiltError: the threads that run a model of `exact=` cannot be copied with it."""
+        problem, hint = "a model loaded with exact= cannot be copied", "average model.consolidated_state_dict(), or load without exact="  # fmt: skip
+        raise NotBuiltError("ExactModel", "copy.deepcopy", problem, hint)
+
     def forward(self, *args: Any, **batch: Any) -> Any:
         """Return the model's own output for this process's rows; its tensors have gradients as usual.
 
