@@ -69,10 +69,10 @@ def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torc
     """Set this rank's random generators to the states saved for it in `packed`, if `mesh` equals the mesh `saved`.
 
     On another mesh, all ranks of data-parallel replica i take the states of the first rank of saved replica i (modulo
-    their number), so that tp peers draw the same numbers for replicated activations.
+    their number), so that tp and cp peers draw the same numbers.
     """
-    same = (saved.tp, saved.pp, saved.dp) == (mesh.tp, mesh.pp, mesh.size("loss"))
-    rank = mesh.rank if same else saved.at(tp=0, pp=0, dp=mesh.coord("loss") % saved.dp)
+    first = saved.at(tp=0, pp=0, cp=0, dp=mesh.coord("dp") % saved.dp)
+    rank = mesh.rank if saved.sizes == mesh.sizes else first
     for kind, found in packed.items():
         if kind != "cuda" or device.type == "cuda":
             TAKE[kind](found["states"][found["of_rank"][rank]], device)

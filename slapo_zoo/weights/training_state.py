@@ -93,7 +93,7 @@ def _count(value: Any) -> str:
 
 def _mesh(value: Any) -> str:
     names = {"tp", "pp", "dp"}
-    if not isinstance(value, dict) or set(value) != names:
+    if not isinstance(value, dict) or set(value) - {"cp"} != names:
         return f"found {value!r:.80}, expected the sizes tp, pp and dp"
     try:
         size = Mesh(**value).world_size
@@ -152,10 +152,10 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
         where: name of the calling step, for errors.
 
     Raises:
-        WeightsError: tp or pp peers, which get the same batch rows, have different values.
+        WeightsError: tp, pp or cp peers, which get the same batch rows, have different values.
     """
     texts = [json.dumps(value, sort_keys=True) for value in values]  # NaN is equal to NaN here
-    firsts = {rank: mesh.seen_by(rank).at(tp=0, pp=0) for rank in range(mesh.world_size)}
+    firsts = {rank: mesh.seen_by(rank).at(tp=0, pp=0, cp=0) for rank in range(mesh.world_size)}
     differ = [rank for rank, first in firsts.items() if texts[rank] != texts[first]]
     if differ:
         rank, first = differ[0], firsts[differ[0]]
@@ -164,7 +164,7 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
             "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
         )
         raise WeightsError(where, name, problem, hint)
-    found = {rank: texts[rank] for rank in mesh.seen_by(0).peers("loss")}
+    found = {rank: texts[rank] for rank in mesh.seen_by(0).peers("dp")}
     return values[0] if len(set(found.values())) == 1 else {BY_DP: [values[rank] for rank in found]}
 
 

@@ -185,6 +185,29 @@ def test_checkpoint_restores_the_data_position_of_each_dp_rank(ranks, source, tm
     assert every == ({"rank": 0, "rows": 100}, {"rank": 1, "rows": 101})
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "found"),
+    [({"cp": 2}, {}, "[7] 7"), ({"dp": 2}, {"cp": 2}, "of 2 dp ranks, but dp has changed")],
+    ids=str,
+)
+def test_data_position_is_that_of_a_dp_rank_also_where_ranks_share_rows_by_cp(
+    threads, source, tmp_path, saved, loaded, found
+):
+    def save():
+        model = start(source, **saved)[0]
+        save_checkpoint(model, tmp_path / "out", data_position=7 + model.mesh.coord("dp"))
+
+    def load():
+        resumed = load_checkpoint(start(source, **loaded)[0], tmp_path / "out")
+        try:
+            return f"{[*resumed.data_positions]} {resumed.data_position}"
+        except WeightsError as error:
+            return str(error)
+
+    threads.run(save, 2)
+    assert all(found in text for text in threads.run(load, 2 if loaded else 1))
+
+
 def save_equal_extra(folder, out):
     model = start(folder, dp=2)[0]
     extra = {"schedule": [1, 2], "loss": float("nan"), "best": np.float64(0.5)}

@@ -60,7 +60,7 @@ def load_checkpoint(
             together(model.mesh, LOAD, load.finish)
     state, mesh = load.opened.state, model.mesh
     found = [tuple(of_dp_ranks(state, name)) for name in OF_COPY]
-    copy = mesh.coord("loss") if state["mesh"]["dp"] == mesh.size("loss") else None
+    copy = mesh.coord("dp") if state["mesh"]["dp"] == mesh.dp else None
     return Resumed(state["step"], *found, copy)
 
 

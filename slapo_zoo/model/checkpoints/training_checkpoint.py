@@ -210,7 +210,7 @@ class _Save:
         self.rows = {name: rows_of(tensor) for name, tensor in self.tensors.items()}
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
-            "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.size("loss")},
+            "mesh": mesh.sizes,
             "random": self.model.schedule.state.random.saved(),
             "loss_scale": self.model._slapo.precision.state(),
             "scheduler": encode(scheduler, "scheduler"),
