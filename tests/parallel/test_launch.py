@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from slapo_zoo.parallel.ranks import killed_rank, process_group
 from slapo_zoo.parallel.ranks.killed_rank import peer_error, publish_error, rank_guard
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
+from slapo_zoo.parallel.ranks.stop_signals import listening
 from slapo_zoo.zoo import argument_values
 
 
@@ -54,6 +56,21 @@ def ignore_sigterm_and_hang():
 
 def give_up():
     sys.exit(3)
+
+
+def listen_late():
+    time.sleep(0.3)  # as a load takes time
+    with listening() as stop:
+        end = time.monotonic() + 20
+        while not stop.number and time.monotonic() < end:
+            time.sleep(0.01)
+        return stop.number
+
+
+def stop_when_started(count):
+    while len(multiprocessing.active_children()) < count:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def unpicklable():
@@ -303,3 +320,10 @@ def test_local_ranks_that_may_use_a_gpu_are_spawned_not_forked(monkeypatch, devi
     monkeypatch.setattr(multiprocessing, "get_context", context)
     with pytest.raises(InterruptedError, match=start):
         run_local(rank_sum, 2, threads=1, device=device)
+
+
+def test_stop_signal_that_comes_before_the_local_ranks_listen_reaches_them():
+    """A run whose model was still loading went on to its last step."""
+    with listening():
+        threading.Thread(target=stop_when_started, args=(2,)).start()
+        assert run_local(listen_late, 2, threads=1) == [signal.SIGUSR1] * 2

@@ -21,6 +21,7 @@ import torch
 from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer, rank_error, rank_guard
 from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
+from slapo_zoo.parallel.ranks.stop_signals import until_listening
 from slapo_zoo.parallel.ranks.store import local_store
 
 BLAME_S = 2.0  # seconds in which the rank that failed first can report, before a rank that lost it is named
@@ -144,7 +145,10 @@ def start_rank(
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
-    with warnings.catch_warnings():  # a forked rank uses one thread and no lock of the parent
+    with (
+        until_listening(),
+        warnings.catch_warnings(),
+    ):  # a forked rank uses one thread and no lock of the parent
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         process.start()
     theirs.close()  # so that this end reads EOF when the process ends

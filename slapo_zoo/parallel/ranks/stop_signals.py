@@ -57,8 +57,24 @@ def listening() -> Iterator[Stop]:
         return
     wanted = (signal.SIGUSR1,) if is_local_rank else SIGNALS
     before = {number: signal.signal(number, note) for number in wanted}
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, wanted
+    )  # what came while this rank started is noted now
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def until_listening() -> Iterator[None]:
+    """Context in which a process that listens to stop signals starts a local rank: a signal that is passed on to the rank
+    waits until the rank listens too.
+    """
+    ours = getattr(signal.getsignal(signal.SIGUSR1), "__module__", None) == __name__
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1} if ours else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
