@@ -149,9 +149,7 @@ class Stream:
                 yield dict(row), epoch, data
             if is_empty:
                 hint = "give more text or a smaller seq_len: these data are empty, or too short to fill one row"
-                raise DataError(
-                    self.source.name, f"split {self.source.split!r}", "found no row", hint
-                )
+                raise DataError(self.source.name, f"split {self.source.split!r}", "found no row", hint)  # fmt: skip
             epoch, place = epoch + 1, None
 
 

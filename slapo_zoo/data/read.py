@@ -19,9 +19,15 @@ VERSION = 2  # of the rows that Encoder makes: rows cached under another number 
 MOST_CLASSES = 100_000  # a column with larger numbers holds ids, not classes
 
 
+def ending_of(path: Path) -> str:
+    """Return the ending of the name of a file, which may be compressed, in lower case: ".csv" for DATA.CSV.GZ."""
+    packed = Path(path.stem) if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst") else path
+    return packed.suffix.lower()
+
+
 def format_of(path: Path) -> str | None:
     """Return the name that `datasets` has for the format of a table file `path`, e.g. "json"; None for a text file."""
-    return KINDS.get(path.suffix.lower())
+    return KINDS.get(ending_of(path))
 
 
 def kind_of(name: str) -> str:
@@ -47,7 +53,7 @@ def _kind_of_folder(path: Path) -> str:
     `datasets` would read only one kind.
     """
     files = [f for f in _visible_files(path) if f.suffix and not f.name.startswith("dataset_")]
-    kinds = Counter((format_of(f), f.suffix.lower() == ".tsv") for f in files if format_of(f))
+    kinds = Counter((format_of(f), ending_of(f) == ".tsv") for f in files if format_of(f))
     others = Counter(f.suffix.lower() for f in files if not format_of(f))
     if len(kinds) > 1 or max(others.values(), default=0) > kinds.total() > 0:
         said = ", ".join(sorted({f.suffix for f in files}))
@@ -103,7 +109,8 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
             if not isinstance(found, Mapping):
                 found = dict.fromkeys(["train", str(found.split or "train")], found)
             check_split(name, split, found)
-            return found[split].to_iterable_dataset() if stream else found[split]
+            rows = found[split].with_format(None)  # as plain values, whatever was saved with them
+            return rows.to_iterable_dataset() if stream else rows
         if kind == "text":
             where |= {"sample_by": "document", "encoding": "utf-8-sig"}
             return datasets.load_dataset("text", data_files=text_files(path), split="train", **where)  # fmt: skip
@@ -111,7 +118,7 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
             ask_the_hub(name)
         if kind == "hub" or path.is_dir():
             return datasets.load_dataset(name, config, split=split, **where)
-        where |= {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+        where |= {"sep": "\t"} if ending_of(path) == ".tsv" else {}
         return datasets.load_dataset(format_of(path), data_files=name, split="train", **where)
 
 
@@ -248,9 +255,8 @@ def _named_in(classes: Sequence[str], label: Any) -> Any:
     """Return the name in `classes` of a label that is its index, or the names for a list of labels; other labels unchanged."""
     if isinstance(label, list):
         return [_named_in(classes, one) for one in label]
-    return (
-        classes[int(label)] if not isinstance(label, str) and 0 <= label < len(classes) else label
-    )
+    is_known = not isinstance(label, str) and 0 <= label < len(classes)
+    return classes[int(label)] if is_known else label
 
 
 def has_all(row: Columns, names: Sequence[str]) -> bool:
@@ -268,9 +274,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
     said = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
-        raise DataError(
-            "data", "columns", problem, "name others by columns=, or fill in empty values"
-        )
+        raise DataError("data", "columns", problem, "name others by columns=, or fill in empty values")  # fmt: skip
     label = next((columns[role] for role, kind in task.kinds.items() if "class" in kind), None)
     encoder = Encoder(task, columns, () if label is None else own_names(data, label))
     key = encoder.fingerprint(data._fingerprint)

@@ -1,7 +1,9 @@
 """Conversion of data into batches, which depend only on the seed."""
 
+import gzip
 import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -177,19 +179,23 @@ def write_rows(folder, kind, rows):
 ROWS = [{"text": f"line {i} of the text", "label": ("bad", "good")[i % 2]} for i in range(20)]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "saved"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl", "csv", "parquet", "folder", "saved"])
 def test_every_data_file_format_gives_the_same_rows(kind, tmp_path):
     words = tokenizer(eos_token=END)
     if kind == "saved":
         path = str(tmp_path / "saved")
-        datasets.Dataset.from_list(ROWS).save_to_disk(path)
+        datasets.Dataset.from_list(ROWS).with_format("numpy").save_to_disk(path)
     elif kind == "folder":
         (tmp_path / "data").mkdir()
         write_rows(tmp_path / "data", "jsonl", ROWS)
         path = str(tmp_path / "data")
     else:
-        path = write_rows(tmp_path, kind, ROWS)
+        path = write_rows(tmp_path, kind.removesuffix(".gz"), ROWS)
+    if kind == "jsonl.gz":
+        Path(f"{path}.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
+        path += ".gz"
     data = read.open_table(path, "train")
+    assert data.format["type"] is None
     columns = read.columns_of(Classify, {}, data.column_names)
     task = Classify(words, 64, names=read.class_names(data, "label"))
     assert task.settings()["id2label"] == {0: "bad", 1: "good"}
