@@ -128,11 +128,17 @@ def test_schedule_card_used_with_the_wrong_function_raises_and_names_the_right_f
         slapo_zoo.apply_card(tower(), family)
 
 
-def test_publish_card_to_a_folder_refuses_options_for_a_hub_repository(tmp_path):
+def test_publish_card_refuses_a_file_and_options_for_a_hub_repository_with_a_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").write_text("mine")
     sch = schedule(slapo_zoo.create_schedule(tower()))
     with pytest.raises(CardError, match="tag is for a repository of the Hub"):
         slapo_zoo.publish_card(sch, tmp_path / "card", tag="v1")
     assert not (tmp_path / "card").exists()
+    with pytest.raises(CardError, match="the card cannot be written: File exists"):
+        slapo_zoo.publish_card(sch, "notes")
 
 
 def test_publish_card_refuses_a_schedule_with_a_python_hook(tmp_path):

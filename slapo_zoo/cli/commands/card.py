@@ -87,9 +87,7 @@ def verify(
     with waiting(f"card verify {folder}"):
         card = read_card(folder)
         if card.program.model_type == MODULE:
-            problem = (
-                "the card is for a user's own module, which only that user's program can build"
-            )
+            problem = "the card is for a user's own module, which only that user's program can build"  # fmt: skip
             hint = "verify it in that program: with slapo_zoo.Verify(sch, [x]): sch.replay(...) (docs/verification.md)"
             raise CardError("card verify", str(folder), problem, hint)
         config, _ = config_of(model or card.base_model)

@@ -63,7 +63,7 @@ def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: 
 
 
 def _is_folder(place: str | Path) -> bool:
-    return not isinstance(place, str) or place[:1] in (".", "/", "~") or Path(place).is_dir()
+    return not isinstance(place, str) or place[:1] in (".", "/", "~") or Path(place).exists()
 
 
 def _write(card: Card, folder: Path, options: Mapping[str, Any]) -> str:
