@@ -18,9 +18,7 @@ Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel ranks.")
 Dp = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas.")]
 Cp = Annotated[int, typer.Option("--cp", min=1, help="Ranks that shard the tokens of each row.")]
 SequenceParallel = Annotated[bool, typer.Option(help="Shard the tokens over tp too.")]
-CheckpointRatio = Annotated[
-    float, typer.Option(help="Share of the blocks that are recomputed, 0 to 1.")
-]
+CheckpointRatio = Annotated[float, typer.Option(help="Share of the blocks that are recomputed, 0 to 1.")]  # fmt: skip
 Order = Annotated[str, typer.Option(help="Pipeline order, by name.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -151,9 +149,7 @@ def on_ranks(
     from slapo_zoo.parallel.ranks import killed_rank, launch, process_group
 
     if not process_group.is_distributed_launch():
-        return (
-            work(*given) if world == 1 else launch.run_local(work, world, given, device=device)[0]
-        )
+        return work(*given) if world == 1 else launch.run_local(work, world, given, device=device)[0]  # fmt: skip
     process_group.init_distributed(device=device)
     with killed_rank.rank_guard(what):
         found = work(*given)

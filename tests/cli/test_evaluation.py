@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from cli_runs import run, write_gpt2
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 from slapo_zoo.cli.training.records import Best
-from slapo_zoo.cli.training.trainer_arguments import make_schedule, parameter_groups
+from slapo_zoo.cli.training.trainer_arguments import make_schedule, optimizer_of, parameter_groups
 
 SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polynomial": {"power": 2.0},
              "cosine_with_min_lr": {"min_lr_rate": 0.1}, "inverse_sqrt": {}}  # fmt: skip
@@ -44,6 +44,13 @@ def test_learning_rates_of_six_lr_scheduler_types_equal_those_of_transformers(na
 def test_unknown_lr_scheduler_type_raises(name):
     with pytest.raises(ConfigError, match=f"lr_scheduler_type={name}"):
         make_schedule(TrainOptions("m", lr_scheduler_type=name))
+
+
+@pytest.mark.parametrize("words", ["momentum=x", "nesterov=true"])
+def test_optimizer_arguments_that_sgd_refuses_raise_a_config_error(words):
+    options = TrainOptions("m", optim="sgd", trainer={"optim_args": words})
+    with pytest.raises(ConfigError, match=r"optim_args: .*\n  hint: write e\.g\. momentum"):
+        optimizer_of(options, "cpu")
 
 
 def test_weight_decay_applies_to_matrices_and_not_to_biases_and_norms():

@@ -10,9 +10,7 @@ from slapo_zoo.cli.readable_errors import report
 from slapo_zoo.cli.waiting import waiting
 
 Size = Annotated[str, typer.Option(help='Largest file, e.g. "5GB".')]
-Dtype = Annotated[
-    str | None, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")
-]
+Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")]  # fmt: skip
 
 
 @command

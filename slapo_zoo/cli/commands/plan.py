@@ -55,9 +55,7 @@ def plan(
             problem = f"found {sizes_text(mesh)}, but a search tries every layout"
             hint = "leave out --gpus, or leave out tp, pp, dp and cp"
             raise MeshError("plan", f"--gpus {gpus}", problem, hint)
-        return search(
-            make_planner(model, seq_len, device, padding), gpus, batch, explain, write, most
-        )
+        return search(make_planner(model, seq_len, device, padding), gpus, batch, explain, write, most)  # fmt: skip
     from slapo_zoo.zoo.load_forecast import plan_weights
 
     data, texts = {"weights": None, "training": None}, []
@@ -161,8 +159,6 @@ def _weights_text(found: Any, what: str, ranks: int, step: int) -> str:
         rows.append((group[0].stage, place, group[-1].tensors, " .. ".join(sizes), files))
     names = ("stage", "tp", "tensors", "bytes per rank", "files")
     table = as_table(f"{what}, {ranks} ranks", names, rows)
-    missing = (
-        f"{len(found.missing)} tensors are in no file, {len(found.unexpected)} keys fill no tensor"
-    )
+    missing = f"{len(found.missing)} tensors are in no file, {len(found.unexpected)} keys fill no tensor"  # fmt: skip
     sizes = f"model: {human(found.model_bytes)}, read by at least one rank: {human(found.assigned_bytes)}"
     return "\n".join((table, filled(f"{sizes}; {missing}")))

@@ -77,9 +77,7 @@ def trained(options: TrainOptions) -> list[float]:
     inputs = read_inputs(options, model_config)
     if is_first():
         kept = options.output or options.checkpoint or options.best
-        alone = (
-            "" if kept else "\nwithout output, checkpoint or best nothing that is learned is kept"
-        )
+        alone = "" if kept else "\nwithout output, checkpoint or best nothing that is learned is kept"  # fmt: skip
         typer.echo(f"{inputs.summary()}; loading the model ...{alone}")
     if options.checkpoint is not None:
         check_checkpoint(Path(options.checkpoint), inputs.batches.position(0), options)

@@ -62,9 +62,7 @@ def tune(
     chosen = strategy(grid, seed=seed, start=start, prior=prior)
     on_trial = show.printer(min(evaluations, len(grid.points) - len(refused)))
     limits = Limits(evaluations, patience, quick_steps, steps)
-    found = Tuner(
-        grid, measure, chosen, Database(db).load(), scope, limits, refused, on_trial
-    ).run()
+    found = Tuner(grid, measure, chosen, Database(db).load(), scope, limits, refused, on_trial).run()  # fmt: skip
     lines = [show.as_text(found)]
     if output is not None:
         show.write_csv(found, output / "trials.csv")

@@ -65,9 +65,7 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     config = checkpoint_config(options.model)
     check_load(options.load, config)
     task = task_of(config, options.task)
-    looks_ahead = (
-        task == "causal" and task_of(config) == "masked" and not options.load.get("is_decoder")
-    )
+    looks_ahead = task == "causal" and task_of(config) == "masked" and not options.load.get("is_decoder")  # fmt: skip
     problem = f"found {config.model_type} with is_decoder=false: a token sees the next one, which it is to predict"
     _require(not looks_ahead, "task=causal", problem, "add load: {is_decoder: true}, or choose task masked")  # fmt: skip
     if task == "pairs":
@@ -92,12 +90,7 @@ def check_engine(options: TrainOptions) -> None:
     name, pp = options.engine, options.pp
     problem = f"not supported together with cp={options.cp}"
     _require(options.cp == 1 or not options.exact, "exact", problem, "leave exact out, or use cp=1")
-    _require(
-        options.cp == 1 or name == "torch",
-        f"--engine {name}",
-        problem,
-        "choose --engine torch, or cp=1",
-    )
+    _require(options.cp == 1 or name == "torch", f"--engine {name}", problem, "choose --engine torch, or cp=1")  # fmt: skip
     _require(name in HOMES, "--engine", f"found {name!r}, expected one of {sorted(HOMES)}", "choose one of them")  # fmt: skip
     _require(name == "torch" or not options.exact, "exact", f"found --engine {name}, which sums gradients in an order of its own", "leave --engine out")  # fmt: skip
     _require(options.exact or not options.log_digest, "log_digest", "digests of two meshes are equal only with `exact`", "add exact: {tp: 2}")  # fmt: skip
@@ -176,9 +169,7 @@ def check_evaluation(options: TrainOptions) -> None:
     for name, need in needs.items():
         if given.get(name) != usual.get(name):
             _require(need[0], name, *need[1:])
-    named = {
-        entry.partition("=")[0].strip() for entry in given.get("optim_args", "momentum").split(",")
-    }
+    named = {entry.partition("=")[0].strip() for entry in given.get("optim_args", "momentum").split(",")}  # fmt: skip
     problem = f"found {', '.join(sorted(named))}, expected momentum, dampening or nesterov"
     _require(named <= {"momentum", "dampening", "nesterov"}, "optim_args", problem, "write momentum=0.9,nesterov=true")  # fmt: skip
 
@@ -188,9 +179,7 @@ def check_pairs(options: TrainOptions) -> None:
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
-    problem = (
-        f"found {count}, expected 1: a pair is compared only with those of its own micro-batch"
-    )
+    problem = f"found {count}, expected 1: a pair is compared only with those of its own micro-batch"  # fmt: skip
     _require(count in (None, 1), "--micro-batches", problem, hint)
     problem = "a pair would be compared only with those of its own virtual rank"
     _require(not options.exact, "exact", problem, "leave exact out")
@@ -211,9 +200,7 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
             problem = "this argument is an option of its own, not an entry of `load`"
             raise ConfigError("train", f"load.{name}", problem, hint)
         if name not in known and not hasattr(config, name):
-            raise unknown_knob(
-                "train", f"load.{name}", [f"load.{n}" for n in (*known, *vars(config))]
-            )
+            raise unknown_knob("train", f"load.{name}", [f"load.{n}" for n in (*known, *vars(config))])  # fmt: skip
 
 
 def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> None:
@@ -253,11 +240,7 @@ def task_of(config: Any, asked: str | None = None) -> str:
     import transformers
 
     family, kind = config.model_type, type(config)
-    known = [
-        name
-        for name, task in TASKS.items()
-        if kind in getattr(transformers, task.head)._model_mapping
-    ]
+    known = [name for name, task in TASKS.items() if kind in getattr(transformers, task.head)._model_mapping]  # fmt: skip
     if asked is not None:
         if asked in known:
             return asked
@@ -314,9 +297,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
             else f"{name}={then.get(name)} (now {now[name]})" for name in differ
         )  # fmt: skip
         hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"
-        raise WeightsError(
-            str(folder), "--checkpoint", f"the checkpoint was trained with {said}", hint
-        )
+        raise WeightsError(str(folder), "--checkpoint", f"the checkpoint was trained with {said}", hint)  # fmt: skip
     if changed := changes_since(found, options):
         sys.stderr.write(f"changed since {found} was written: {changed}\n" if is_first() else "")
     if state["step"] > options.max_steps:

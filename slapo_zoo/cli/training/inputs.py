@@ -97,10 +97,7 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)
         own = tuple(config.id2label[number] for number in sorted(config.id2label))
-        is_trained = any(
-            f"AutoModel{name[name.rfind('For') :]}" == cls.head
-            for name in config.architectures or ()
-        )
+        is_trained = any(f"AutoModel{name[name.rfind('For') :]}" == cls.head for name in config.architectures or ())  # fmt: skip
         column = columns["label" if cls is Classify else "tags"]
         found = read.class_names(data, column, own if is_trained else ())
         more["names"] = own if set(found) <= set(own) else found
@@ -119,9 +116,7 @@ def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: 
         raise ConfigError("train", "eval_share", problem, "use eval_data or eval_split instead")
     if issubclass(cls, Labelled):
         hint = "leave stream out, so that all rows are read first"
-        problem = (
-            f"task {options.task} counts its labels before training, but a stream is read during it"
-        )
+        problem = f"task {options.task} counts its labels before training, but a stream is read during it"  # fmt: skip
         raise DataError("train", "stream", problem, hint)
     name, split = str(options.data), options.data_split
     require_columns(name, cls, options)

@@ -79,7 +79,7 @@ class TrainOptions:
     adam_epsilon: float = option(1e-08, "AdamW's epsilon.", least=0)
     weight_decay: float = option(0.01, "weight decay of matrices; vectors (biases, norms) have none.", least=0)
     max_grad_norm: float = option(1.0, "largest global gradient norm; 0 does not clip.", least=0)
-    seed: int = option(0, "seed of dropout, new weights, the order of the rows, and masks.", least=0)
+    seed: int = option(0, "seed of dropout, new weights, the order of the rows, and masks.", least=0, below=2**32)
     output: str | None = option(None, "folder for the trained checkpoint.")
     checkpoint: str | None = option(None, "folder for training checkpoints; training resumes from one that exists.")
     save_steps: int = option(100, "steps between two checkpoints; one is written after the last step too.", least=1)

@@ -22,6 +22,7 @@ from slapo_zoo.cli.training.trainer_arguments import (
     arguments_of,
     base_lr,
     make_schedule,
+    optimizer_of,
     parameter_groups,
 )
 from slapo_zoo.data.tasks import Task
@@ -303,8 +304,7 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
         sizes = {"train_micro_batch_size_per_gpu": rows // count, "gradient_accumulation_steps": count}  # fmt: skip
         settings = {"config": {**sizes, "gradient_clipping": options.max_grad_norm, **options.deepspeed}}  # fmt: skip
-    arguments = arguments_of(options, next(iter(model.parameters())).device.type)
-    kind, values = ScheduledTrainer.get_optimizer_cls_and_kwargs(arguments)
+    kind, values = optimizer_of(options, next(iter(model.parameters())).device.type)
     if options.engine != "torch":  # other engines wrap the optimizer or flatten its parameters
         values.pop("fused", None)
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)

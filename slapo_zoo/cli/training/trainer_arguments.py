@@ -35,6 +35,22 @@ def arguments_of(options: TrainOptions, device: str) -> TrainingArguments:
         raise ConfigError("train", f"trainer={dict(options.trainer)}", problem, hint) from error
 
 
+def optimizer_of(options: TrainOptions, device: str) -> tuple[Any, dict[str, Any]]:
+    """Return (class of the optimizer that the options name, its arguments); ConfigError for arguments that it refuses.
+    `device` is the type of the model's device.
+    """
+    from transformers import Trainer
+
+    arguments = arguments_of(options, device)
+    try:
+        kind, values = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        kind([torch.zeros(1)], **values)
+    except ValueError as error:
+        hint = "write e.g. momentum=0.9,nesterov=true"
+        raise ConfigError("train", "optim_args", str(error), hint) from error
+    return kind, values
+
+
 def place_of_logs(options: TrainOptions) -> str:
     """Return the folder for files of trackers (TensorBoard, ...), beside the output folder, which a save replaces."""
     if not options.report_to:
@@ -86,7 +102,4 @@ def parameter_groups(parameters: Iterable[Any], weight_decay: float) -> list[dic
     held = list(parameters)
     matrices = [p for p in held if p.ndim >= 2]
     vectors = [p for p in held if p.ndim < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
