@@ -325,5 +325,5 @@ def test_local_ranks_that_may_use_a_gpu_are_spawned_not_forked(monkeypatch, devi
 def test_stop_signal_that_comes_before_the_local_ranks_listen_reaches_them():
     """A run whose model was still loading went on to its last step."""
     with listening():
-        threading.Thread(target=stop_when_started, args=(2,)).start()
+        threading.Thread(target=stop_when_started, args=(2,), daemon=True).start()
         assert run_local(listen_late, 2, threads=1) == [signal.SIGUSR1] * 2

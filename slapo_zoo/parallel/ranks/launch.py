@@ -21,7 +21,6 @@ import torch
 from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer, rank_error, rank_guard
 from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
-from slapo_zoo.parallel.ranks.stop_signals import until_listening
 from slapo_zoo.parallel.ranks.store import local_store
 
 BLAME_S = 2.0  # seconds in which the rank that failed first can report, before a rank that lost it is named
@@ -145,12 +144,13 @@ def start_rank(
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
-    with (
-        until_listening(),
-        warnings.catch_warnings(),
-    ):  # a forked rank uses one thread and no lock of the parent
+    # a stop signal that `listening` passes on waits until this rank listens to it
+    listens = getattr(signal.getsignal(signal.SIGUSR1), "__module__", "").endswith("stop_signals")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1} if listens else ())
+    with warnings.catch_warnings():  # a forked rank uses one thread and no lock of the parent
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         process.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()  # so that this end reads EOF when the process ends
     return LocalRank(rank, process, ours)
 

@@ -65,16 +65,3 @@ def listening() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def until_listening() -> Iterator[None]:
-    """Context in which a process that listens to stop signals starts a local rank: a signal that is passed on to the rank
-    waits until the rank listens too.
-    """
-    ours = getattr(signal.getsignal(signal.SIGUSR1), "__module__", None) == __name__
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1} if ours else ())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
