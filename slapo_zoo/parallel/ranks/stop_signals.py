@@ -57,9 +57,7 @@ def listening() -> Iterator[Stop]:
         return
     wanted = (signal.SIGUSR1,) if is_local_rank else SIGNALS
     before = {number: signal.signal(number, note) for number in wanted}
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, wanted
-    )  # what came while this rank started is noted now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # notes what came while the rank started
     try:
         yield stop
     finally:
