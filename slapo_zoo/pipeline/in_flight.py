@@ -106,9 +106,20 @@ class InFlightStage(PipelineStage):
 
     Attributes:
         sends: tracker of this rank's sends.
+        has_met: True after the first step, in which the ranks connect to each other.
     """
 
     sends: Sends
+    has_met = False
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        """Vote for the known shapes: in the first step with all ranks, later without messages, for which the host waits."""
+        vote = super()._warmup_forward_vote
+        return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        vote = super()._warmup_backward_result
+        return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():

@@ -56,13 +56,14 @@ class Pipeline:
         )
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
+        self.has_met = False  # a step has run: its ranks are connected
         self.spans: list[Span] | None = None
         self.busy: Busy | None = None
         self.clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without the plans and the fake model, which the copy makes for itself."""
-        return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
+        return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None, "has_met": False}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
         """Return {stage of this rank: its StagePlan} for `batch`. A dry run makes them for new shapes, and for new
@@ -253,7 +254,7 @@ def pipeline_step(
     schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
     sends = pipeline.sends(micro_batches)
     for stage in stages:
-        stage.sends = sends
+        stage.sends, stage.has_met = sends, pipeline.has_met
     losses: list[Tensor] = []
     ends: dict[str, Any] = {}
     if pipeline.places.num_stages - 1 in plans:
@@ -261,6 +262,7 @@ def pipeline_step(
     with quiet_schedules(), pipeline.busy.step() if pipeline.busy else nullcontext():
         schedule.step(**ends, **tensors)
     sends.finish()
+    pipeline.has_met = True
     return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
 
 

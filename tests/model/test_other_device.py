@@ -170,7 +170,8 @@ def _waits(family, layout, options):
 
 WAITS = [("gpt2", (2, 1, 2), {"config": ONE_BLOCK["gpt2"]}), ("swin", (1, 1, 1), {"dropout": 0.1}),
          ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]}),
-         ("gpt2", (1, 1, 2), {"dp_shard": 2, "config": ONE_BLOCK["gpt2"]})]  # fmt: skip
+         ("gpt2", (1, 1, 2), {"dp_shard": 2, "config": ONE_BLOCK["gpt2"]}),
+         ("llama", (1, 2, 1), {"config": (("num_hidden_layers", 2),)})]  # fmt: skip
 MORE_WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}), ("falcon", (1, 1, 1), {}), ("whisper", (1, 1, 2), {}),
               ("gpt_neo", (1, 1, 1), {}), ("deberta-v2", (1, 1, 1), {})]  # fmt: skip
 # A GPU has a kernel for the products of experts in bfloat16 alone, of rows of 16 bytes.
