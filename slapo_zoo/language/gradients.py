@@ -78,7 +78,7 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
         copies = _copies(p, row, mesh) if any_divided_over_dp else 1
         is_sharded = row is not None and row.placement is not None
         copies *= row.replicas(mesh) if row is not None and is_sharded else 1
-        (divided if is_sharded else whole).append(grad if copies == 1 else grad / copies**0.5)
+        (divided if is_sharded else whole).append((grad, copies))
     squares = torch.stack([_square(divided, device), _square(whole, device)])
     if any_divided_over_dp:
         dist.all_reduce(squares, group=mesh.group("loss"))
@@ -113,13 +113,15 @@ def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> 
             held_here(p.grad).mul_(factor.to(p.grad.device))
 
 
-def _square(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all gradients as a float64 scalar.
+def _square(grads: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all gradients as a float64 scalar. `grads` are pairs of a gradient and the
+    number of ranks that count it, by which its squares are divided.
 
     Norms of short pieces of each gradient are computed first: on a CPU a single float32 norm over 23 million
     elements is off by a thousandth.
     """
-    norms = [norm for grad in grads for norm in _row_norms(grad)]
+    pairs = ((norm, n) for grad, n in grads for norm in _row_norms(grad))
+    norms = [norm if n == 1 else norm / n**0.5 for norm, n in pairs]
     if not norms:
         return torch.zeros((), device=device, dtype=torch.float64)
     return torch.cat(norms).double().square().sum()

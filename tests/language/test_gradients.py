@@ -1,8 +1,11 @@
 """Gradients between the backward and the optimizer step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_zoo.language import gradients
 from slapo_zoo.parallel.mesh import Mesh
@@ -20,3 +23,27 @@ def test_global_norm_of_8_million_gradient_elements_equals_the_float64_norm(make
     exact = grad.double().square().sum().sqrt()
     assert norm.dtype == torch.float32
     assert abs(norm.double() / exact - 1) < 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """Context that notes in `size` the most elements of a tensor in new memory."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in known:
+            self.size = max(self.size, out.numel())
+        return out
+
+
+def test_global_norm_copies_no_gradient_that_several_ranks_count():
+    p = nn.Parameter(torch.zeros(64, 8192))
+    p.grad = torch.ones_like(p)
+    row = SimpleNamespace(placement=object(), replicas=lambda mesh: 4)
+    plan = SimpleNamespace(mesh=Mesh(), owns=lambda name: True, of=lambda name: row)
+    with Largest() as largest:
+        norm = gradients.global_norm([("w", p)], plan)
+    assert float(norm) == pytest.approx((p.numel() / 4) ** 0.5)
+    assert largest.size < p.numel() / 100
