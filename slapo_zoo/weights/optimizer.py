@@ -249,7 +249,9 @@ class Restored:
     def apply(self) -> None:
         """Put the saved options (lr, betas, ...) and state into the optimizer; the tensors of `targets` must be filled."""
         for group, saved in zip(self.optimizer.param_groups, self.record["groups"], strict=True):
-            group.update(decode(saved["options"]))
+            for name, value in decode(saved["options"]).items():
+                own = group.get(name)  # a tensor stays: a captured or compiled step reads it
+                group[name] = own.copy_(torch.as_tensor(value)) if torch.is_tensor(own) else value
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
 

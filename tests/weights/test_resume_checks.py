@@ -11,6 +11,8 @@ import torch
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.encode import encode
+from slapo_zoo.weights.optimizer import Restored
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))
 NAN = float("nan")
@@ -252,3 +254,16 @@ def test_checkpoint_with_out_of_range_numbers_in_the_numpy_random_state_is_refus
             load_checkpoint(made[0], out, *made[1:])
     finally:
         file.write_text(json.dumps(state))
+
+
+def test_resumed_learning_rate_of_a_capturable_optimizer_stays_in_its_tensor():
+    """A compiled or captured step reads the rate there, on its device."""
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=(rate := torch.tensor(0.5)))
+    restored = object.__new__(Restored)
+    restored.optimizer, restored._state = optimizer, {}
+    options = encode({"lr": torch.tensor(0.25), "betas": (0.5, 0.5)}, "options")
+    restored.record = {"groups": [{"names": [], "options": options}]}
+    restored.apply()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.25
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)

@@ -108,15 +108,11 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return the gradient that goes on to `.grad` of parameter `p`: `grad`, summed over tp if the plan says so.
+        """Return the gradient that goes on to `.grad` of parameter `p`: `grad`, this rank's gradient, summed over those tp
+        ranks that the model's plan lists for the parameter's `name`.
 
-        The gradient is averaged over dp here only if no bucket, engine or later step does so.
-
-        Args:
-            name: name of the parameter in the model's plan, which lists the ranks to sum over.
-            p: the parameter.
-            grad: the gradient on this rank.
-            is_leaf: False if `p` is a computed tensor that `functional_call` put in the parameter's place.
+        The gradient is averaged over dp here only if no bucket, engine or later step does so. `is_leaf` is False if `p`
+        is a computed tensor that `functional_call` put in the parameter's place.
         """
         if not self.is_open:
             self.runtime.calls.open()

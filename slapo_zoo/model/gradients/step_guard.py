@@ -80,11 +80,9 @@ class StepGuard:
     ) -> None:
         """Copy a sample of the gradients at the end of a backward, when sums over ranks are complete.
 
-        Args:
-            named: name --> trained parameter.
-            plan: plan of this rank, which says which parameters are replicated.
-            averaged: True if this backward averaged gradients over dp; then replicas' weights are compared too.
-            trained: number of (pp, dp) ranks with trained parameters; None: all.
+        `named` maps names to trained parameters; this rank's `plan` says which are replicated. If the backward
+        `averaged` gradients over dp, replicas' weights are compared too. `trained` is the number of (pp, dp) ranks with
+        trained parameters; None: all.
         """
         if not self.needed:
             return

@@ -324,14 +324,10 @@ def _loss(output: Any, _part: Any) -> Tensor:
 def _accumulate(
     engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
 ) -> Tensor:
-    """Run the micro-batches one after the other, without a pipeline; return the sum of their losses.
+    """Run `count` micro-batches one after the other, without a pipeline; return the sum of their losses.
 
-    Args:
-        engine: runs each backward and reduces the gradients over dp.
-        run: (batch, row indices) of a micro-batch --> its loss.
-        tensors: entries of the batch that are split by rows.
-        others: entries that all micro-batches share.
-        count: number of micro-batches.
+    `run` maps (batch, row indices) of a micro-batch to its loss; `engine` runs each backward and reduces the gradients
+    over dp. The entries `tensors` of the batch are split by rows, all micro-batches share `others`.
     """
     total: Any = 0.0
     for i in range(count):

@@ -156,11 +156,7 @@ class GlobalMeans(TorchFunctionMode):
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
         """Return the divisor of the current mean loss: targets (or sum of class weights) in the whole batch.
 
-        Args:
-            func: the loss function of torch.
-            x: its predictions.
-            y: its targets.
-            options: its keyword arguments.
+        `func` is the loss function of torch, called with predictions x, targets y and keyword arguments `options`.
         """
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
@@ -197,13 +193,10 @@ class GlobalMeans(TorchFunctionMode):
             raise MeshError("train_step", "the model's loss", problem, hint)
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of class weights over all targets of loss term `k` in the whole batch.
+        """Return the sum of class weights over all targets of loss term number `k` (from 0) in the whole batch; `weight` None
+        counts each target as 1. Raise MeshError if y, the targets of the running micro-batch, are not the labels.
 
-        Args:
-            k: number of the loss term in the forward, from 0.
-            y: targets of the running micro-batch; MeshError if they are not the labels.
-            weight: weight of each class; None counts each target as 1.
-            ignored: the `ignore_index` of the loss.
+        `ignored` is the `ignore_index` of the loss.
         """
 
         def weighed(targets: Tensor) -> Tensor:

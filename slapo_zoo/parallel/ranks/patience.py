@@ -163,13 +163,8 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have reached the step less than `number` times; RankError if one has failed or is silent.
-
-    Args:
-        what: name of the step for messages.
-        place: key of the step in the store.
-        number: how often this rank has reached it.
-        seconds: time since the wait began.
+    """Return the ranks that have reached the step less often than this rank, `number` times; RankError if one has failed
+    or is silent. `what` names the step in messages, `place` is its key in the store; the wait began `seconds` ago.
     """
     heart = heartbeat.current()
     if heart is None:
