@@ -283,9 +283,7 @@ class Directive:
         return ScheduleError(site.path or "(the model)", self, problem, hint)
 
     def __str__(self) -> str:
-        shown = {
-            n: tree_map_only(Tensor, lambda x: x.shape, v) for n, v in self.arguments().items()
-        }
+        shown = {n: tree_map_only(Tensor, lambda x: x.shape, v) for n, v in self.arguments().items()}  # fmt: skip
         arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).name}({arguments})"  # self.name may be an argument of the primitive
 

@@ -102,9 +102,7 @@ class Grid:
         The terms are 1, the rows of a batch, and these rows times each column (see `coordinates`) of the other symbols,
         since recomputation or a kernel saves memory per row. Without a symbol that counts rows: 1 and all columns.
         """
-        counts = [
-            n for n in self.names if MEMORY.get(n, 0) > 0 and all(map(is_number, self.values[n]))
-        ]
+        counts = [n for n in self.names if MEMORY.get(n, 0) > 0 and all(map(is_number, self.values[n]))]  # fmt: skip
         columns, one = self.coordinates(counts), np.ones((len(self.points), 1))
         if not counts:
             return np.concatenate([one, columns], 1)

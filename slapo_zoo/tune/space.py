@@ -222,9 +222,7 @@ class Space:
 
     def _allowed(self) -> bool:
         fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
-        known = [
-            rule for rule in self._constraints if set(signature(rule).parameters) <= set(fixed)
-        ]
+        known = [rule for rule in self._constraints if set(signature(rule).parameters) <= set(fixed)]  # fmt: skip
         return all(_call(rule, fixed) for rule in known)
 
     def __repr__(self) -> str:

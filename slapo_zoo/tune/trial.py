@@ -106,11 +106,7 @@ def differs(loss: float, job: Job) -> str:
         return ""
     most = LOOSE.get(str(job.point.get("dtype", job.dtype)), 1e-3)
     off = abs(loss - job.probe) / max(abs(job.probe), 1e-12)
-    return (
-        f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}"
-        if off > most
-        else ""
-    )
+    return (f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}" if off > most else "")  # fmt: skip
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
@@ -154,11 +150,7 @@ def limit_memory(job: Job) -> None:
 def run(job: Job) -> Outcome:
     """Measure a job on `job.world` local ranks; return rank 0's outcome, with the highest peak memory of all ranks."""
     try:
-        found = (
-            [measure(job)]
-            if job.world == 1
-            else run_local(measure, job.world, (job,), device=job.device)
-        )
+        found = [measure(job)] if job.world == 1 else run_local(measure, job.world, (job,), device=job.device)  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
         if not any(word in text.lower() for word in NO_MEMORY):

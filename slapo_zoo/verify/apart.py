@@ -8,9 +8,7 @@ from slapo_zoo.parallel.ranks.apart import python_apart
 
 TIMEOUT_S = 600.0
 CHILD = "slapo_zoo.verify.child"
-SMALLER = (
-    'verify a smaller model, or without --full; a load of a card skips the check with verify="off"'
-)
+SMALLER = 'verify a smaller model, or without --full; a load of a card skips the check with verify="off"'  # fmt: skip
 
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:

@@ -161,9 +161,7 @@ def case_for(
     rows, drops = max(2, 2 * pp), tuple(dropouts(config))
     tokens = -(-LEAST_TOKENS // (2 * tp)) * 2 * tp
     micro_rows = 1 if pp > 1 else rows
-    return Case(
-        config, cls, folder, rows * dp, tokens, micro_rows, seed, tp, drops=drops, draws=bool(drops)
-    )
+    return Case(config, cls, folder, rows * dp, tokens, micro_rows, seed, tp, drops=drops, draws=bool(drops))  # fmt: skip
 
 
 def dropouts(config: Any) -> list[str]:

@@ -8,8 +8,10 @@ A request to verify, one to derive a table, and one to probe whether cp can shar
 """
 
 import gc
+import importlib
 import json
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -42,13 +44,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
       Optional are "program" (text of a schedule.json), "knobs" and "folder" (arguments of `core.verify`),
       "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
 
-    Every request has "config" (a dict) and "cls" (name of the class).
+    Every request has "config" (a dict) and "cls" (name of the class), and "module" where `transformers` lacks the class.
     """
     import transformers
 
     hf.register_models()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if "module" in request:  # the user's own class
+        cls = getattr(importlib.import_module(request["module"]), request["cls"])
+        model_type = request["config"]["model_type"]
+        transformers.AutoConfig.register(model_type, cls.config_class, exist_ok=True)
+        request = {**request, "cls": cls}
     config = transformers.AutoConfig.for_model(**request["config"])
     if "cut" in request:
         cls = hf.resolve_class(config, request["cls"])
@@ -144,6 +151,10 @@ def main() -> None:
     except SlapoError as error:
         parts = error.where, str(error.what), error.problem, error.hint
         found = {"error_of": parts}
+    except Exception as error:  # in the answer, as libraries write to stderr until the very end
+        traceback.print_exc()
+        hint = "slapo_zoo.verify(...) runs the same check in your own process"
+        found = {"error_of": ("verify", "", f"{type(error).__name__}: {error}", hint)}
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from huggingface_hub import constants
 from parity import CHANGES, LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.load import auto_schedule as derived
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.apart import ProcessApart
+from slapo_zoo.parallel.ranks.apart import ProcessApart, python_apart
 from slapo_zoo.parallel.ranks.emulation import emulate
+from slapo_zoo.verify.apart import CHILD
 from slapo_zoo.verify.derive import derive
 from slapo_zoo.zoo.argument_values import changed_config
 from slapo_zoo.zoo.options import BuildOptions
@@ -211,6 +215,35 @@ def test_schedule_auto_accepts_a_config_value_of_infinity(monkeypatch, tmp_path)
         derived.proven_table(config, transformers.BambaForCausalLM, Mesh(2), BuildOptions())
     again = transformers.AutoConfig.for_model(**asked[0])
     assert again.time_step_limit[1] == float("inf")
+
+
+def test_schedule_auto_of_a_class_of_main_says_that_it_cannot_be_imported():
+    cls = type("Own", (transformers.MptForCausalLM,), {"__module__": "__main__"})
+    config = transformers.MptConfig(vocab_size=98, d_model=32, n_layers=2, n_heads=4)
+    with pytest.raises(SlapoError, match="cannot import a class of __main__"):
+        derived.proven_table(config, cls, Mesh(2), BuildOptions())
+    assert derived.proven_table(
+        config, cls, Mesh(), BuildOptions()
+    ).blocks  # alone it runs unsharded
+
+
+OWN = """
+from transformers import MptConfig, MptForCausalLM
+class Config(MptConfig):
+    model_type = "own_of_tests"
+class Own(MptForCausalLM):
+    config_class = Config
+"""
+
+
+def test_process_that_derives_imports_the_class_of_a_user_and_says_what_it_raised(tmp_path):
+    Path(tmp_path, "own_of_tests.py").write_text(OWN)
+    request = {"config": {"model_type": "own_of_tests"}, "cls": "Own", "module": "own_of_tests", "cut": 1}  # fmt: skip
+    with patch.object(sys, "path", [str(tmp_path), *sys.path]):
+        found = python_apart(CHILD, request).wait(60).document()
+    assert "no sharding rules for this model family" in found["error_of"][2]
+    found = python_apart(CHILD, {**request, "module": "no_module"}).wait(60).document()
+    assert found["error_of"][2] == "ModuleNotFoundError: No module named 'no_module'"
 
 
 def test_schedule_auto_kills_its_derivation_process_on_keyboard_interrupt(tmp_path, monkeypatch):

@@ -73,9 +73,7 @@ class Call:
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 extra = enumerate(bound.get(name, ()))
-                arguments += [
-                    Argument(f"{name}_{i}", v, NO_DEFAULT, "positional") for i, v in extra
-                ]
+                arguments += [Argument(f"{name}_{i}", v, NO_DEFAULT, "positional") for i, v in extra]  # fmt: skip
             elif parameter.kind is parameter.VAR_KEYWORD:
                 others = name
                 named = bound.get(name, {}).items()

@@ -60,10 +60,7 @@ def capture(model: Any, path: str) -> tuple[tuple, dict[str, Any]]:
 
 def unknown_call(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
     """Return (args, kwargs) with UNKNOWN, a tensor without shape, for each required argument of the module's forward."""
-    empty, others = (
-        inspect.Parameter.empty,
-        (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
-    )
+    empty, others = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # fmt: skip
     parameters = inspect.signature(module.forward).parameters.values()
     needed = [p for p in parameters if p.default is empty and p.kind not in others]
     by_name = [p.name for p in needed if p.kind is p.KEYWORD_ONLY]

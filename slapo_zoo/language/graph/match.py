@@ -205,10 +205,7 @@ class Matcher:
         if mine.name in ARITHMETIC and self.shapes_known and shape_of(v) is None:
             return  # arithmetic on sizes is no tensor operation
         rank = len(shape_of(v) or ())
-        pairs = [
-            (mine.arguments[k], theirs.arguments[k], rank if k in DIMS else 0)
-            for k in mine.arguments
-        ]
+        pairs = [(mine.arguments[k], theirs.arguments[k], rank if k in DIMS else 0) for k in mine.arguments]  # fmt: skip
         yield pairs
         if mine.name in COMMUTATIVE:
             (a, x, _), (b, y, _), *rest = pairs

@@ -44,9 +44,7 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
             continue
         asked = asked or _training(graph)
         with graph.inserting_before(node):
-            mixed = [
-                a if _equal(a, b) else _by_mode(graph, asked, a, b, training) for a, b in pairs
-            ]
+            mixed = [a if _equal(a, b) else _by_mode(graph, asked, a, b, training) for a, b in pairs]  # fmt: skip
         node.args, node.kwargs = tree_unflatten(mixed, spec)
     return True
 

@@ -36,10 +36,7 @@ class ShardArgument(Directive):
     def check(self, site: Site) -> None:
         n = site.mesh.size(self.mesh_dim)
         if self.size < n:
-            dim, hint = (
-                self.mesh_dim,
-                f"choose among legal sizes of {self.mesh_dim}: 1..{self.size}",
-            )
+            dim, hint = self.mesh_dim, f"choose among legal sizes of {self.mesh_dim}: 1..{self.size}"  # fmt: skip
             problem = f"{self.size} heads cannot be sharded over {dim}={n}: each rank needs one"
             raise self.fail(site, problem, hint)
 

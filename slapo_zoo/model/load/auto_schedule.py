@@ -29,6 +29,10 @@ from slapo_zoo.zoo.schedule_source import find_table, structure
 from slapo_zoo.zoo.table import Table
 
 TIMEOUT_S, EVERY_S = 900.0, 0.5
+IN_MAIN = (
+    "schedule='auto'", "class", "the process that derives a schedule cannot import a class of __main__",
+    "move the class into a file that your program imports",
+)  # fmt: skip
 PROVEN: dict[Path, Table] = {}
 KNOBS = ("sequence_parallel", "pipeline_order", "stages_per_rank")  # what a proof depends on
 
@@ -52,7 +56,10 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
             "config": _plain(config), "cls": cls.__name__,
             "sizes": sizes, "knobs": knobs | ({"cp": cut, "cp_attention": way} if cut > 1 else {}),
         }  # fmt: skip
-        found = _document(request, file, mesh)
+        if not cls.__module__.startswith(("transformers.", "slapo_zoo.")):
+            request["module"] = cls.__module__
+        in_main = cls.__module__ == "__main__"
+        found = {"error_of": IN_MAIN} if in_main else _document(request, file, mesh)
         if "error_of" not in found:
             PROVEN[file] = from_document(found["table"])
         elif mesh.tp * mesh.pp * cut > 1:

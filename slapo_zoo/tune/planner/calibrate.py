@@ -29,9 +29,7 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
     name = torch.cuda.get_device_name(on) if cuda else f"CPU, {threads} threads"
     memory = torch.cuda.get_device_properties(on).total_memory if cuda else host_memory()
     per_node = torch.cuda.device_count() if cuda else max(1, (os.cpu_count() or 1) // threads)
-    link = (
-        run_local(sum_rate, ranks, (on.type,), timeout=120, device=on.type)[0] if ranks > 1 else 1e9
-    )
+    link = run_local(sum_rate, ranks, (on.type,), timeout=120, device=on.type)[0] if ranks > 1 else 1e9  # fmt: skip
     return Hardware(
         name, f"measured with torch {torch.__version__}", rates, copy_rate(on), launch_time(on), link,
         link, per_node=per_node, memory=float(memory), reserved=1.5 * GIB if cuda else 5 * 2**20,

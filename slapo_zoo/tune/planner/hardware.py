@@ -67,11 +67,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         """Raise SlapoError for a figure that is no number, infinite, negative, or 0 where the planner divides by it."""
-        rates = (
-            self.matmul
-            if isinstance(self.matmul, Mapping) and self.matmul
-            else {"of a dtype": None}
-        )
+        rates = self.matmul if isinstance(self.matmul, Mapping) and self.matmul else {"of a dtype": None}  # fmt: skip
         figures = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, float)}
         for name, value in (
             *figures.items(),

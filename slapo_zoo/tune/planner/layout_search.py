@@ -218,9 +218,7 @@ class Planner:
         stages, times = zip(*self.stages_of(layout), strict=True)
         places, ranks = places_of(layout), self.ranks(layout)
         fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)
-        parameters = [
-            sum(stages[i].parameters for i in places.stages_of(r)) for r in range(layout.pp)
-        ]
+        parameters = [sum(stages[i].parameters for i in places.stages_of(r)) for r in range(layout.pp)]  # fmt: skip
         step = step_time(times, layout, max(parameters), self.how(layout))
         return Forecasted(layout, step, ranks, fullest)
 
@@ -280,9 +278,7 @@ class Planner:
         """Return a line that says why the layout of `found` does not fit: what its fullest rank needs, in GiB."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
-        sizes = {name: getattr(rank, name) for name in PARTS} | {
-            "libraries": self.hardware.reserved
-        }
+        sizes = {name: getattr(rank, name) for name in PARTS} | {"libraries": self.hardware.reserved}  # fmt: skip
         parts = ", ".join(f"{n} {x / GIB:.1f}" for n, x in sizes.items() if x / GIB >= 0.05)
         return (f"stage {found.fullest} needs {total:.1f} GiB of {self.hardware.memory / GIB:.1f}"
                 f" ({parts})")  # fmt: skip

@@ -356,7 +356,5 @@ def _gradients(
     backward = sum(part.backward_s for part in mine) * how.runtime.overlapped
     behind = seconds(sums, copies, layout.tp * shards) - backward
     found += max(behind, seconds(last, copies, layout.tp * shards))
-    moved = (m * hidden + once) * (shards - 1) / shards + 2 * gradients / shards * (
-        copies - 1
-    ) / copies
+    moved = (m * hidden + once) * (shards - 1) / shards + 2 * gradients / shards * (copies - 1) / copies  # fmt: skip
     return found, moved
