@@ -70,6 +70,9 @@ def test_best_checkpoint_is_chosen_by_metric_and_ties_are_broken_by_loss():
     again = Best("loss")
     again.restore(best.state())
     assert (again.value, again.step, again.since) == (2.0, 1, 2)
+    other = Best("accuracy")
+    other.restore(best.state())
+    assert (other.value, other.since) == (None, 0)
     tied = Best("accuracy")
     marks = [(0.5, 0.9), (1.0, 0.7), (1.0, 0.1), (1.0, 0.2)]
     found = [tied.judge(i, {"accuracy": a, "loss": b}) for i, (a, b) in enumerate(marks)]

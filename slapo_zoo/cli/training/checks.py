@@ -35,9 +35,10 @@ BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # positions beg
 # keys that `load` refuses --> the option that sets them
 OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "seed": "seed", "micro_batches": "micro_batches", "device": "device",
             "auto_class": "task", "target": "engine", "exact": "exact"}  # fmt: skip
-# options that decide the numbers of a step; the layout does not, and the data are compared by `check_checkpoint`
+# options that decide the numbers of a step or of an evaluation; the layout does not
 DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
-          "max_grad_norm", "engine", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "trainer")  # fmt: skip
+          "max_grad_norm", "metric_for_best_model", "data", "data_split", "eval_data", "eval_split", "engine", "optim", "adam_beta1",
+          "adam_beta2", "adam_epsilon", "trainer")  # fmt: skip
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:

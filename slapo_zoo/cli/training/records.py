@@ -90,14 +90,16 @@ class Best:
         return f"step {self.step}, {self.metric} {self.value:.4g}, loss {self.loss:.4g}"
 
     def state(self) -> dict[str, Any]:
-        """Return this record of the best evaluation as a dict for a checkpoint, without the name of the metric."""
+        """Return this record of the best evaluation as a dict for a checkpoint."""
         loss = self.loss if math.isfinite(self.loss) else None  # as JSON
-        return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
+        return {**vars(self), "loss": loss}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore this record from `state`, a dict that the method `state` returned; None changes nothing."""
-        for name, value in (state or {}).items():
-            setattr(self, name, math.inf if name == "loss" and value is None else value)
+        """Restore this record from `state`, a dict that the method `state` returned; None, and the record of another
+        metric, change nothing.
+        """
+        if state and state.get("metric", self.metric) == self.metric:
+            vars(self).update({**state, "loss": math.inf if state["loss"] is None else state["loss"]})  # fmt: skip
 
 
 def begin_log(path: Path, done: int) -> None:
