@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
@@ -100,3 +101,27 @@ def test_train_step_without_the_loss_term_of_adalora_is_refused(tmp_path_factory
     with pytest.raises(SlapoError, match="use the loss of the PeftModel"):
         model.train_step(batch_of(LLAMA))
     model(**batch_of(LLAMA)).loss.backward()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys:RuntimeWarning"
+)  # of peft's own
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("LlamaForCausalLM", ["embed_tokens", "q_proj"]), ("MixtralForCausalLM", "all-linear")],
+)
+def test_adapters_of_embeddings_and_experts_on_one_process_have_gradients_and_files(
+    tmp_path_factory, tmp_path, name, targets
+):
+    case = Case(name, ("tokens",))
+    folder = checkpoint(case, tmp_path_factory.getbasetemp())
+    model = AutoScheduledModel.from_pretrained(folder).train()
+    model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    model.train_step(batch_of(case))
+    grads, weights = model.get_adapter_state_dict(grads=True), model.get_adapter_state_dict()
+    assert grads.keys() == weights.keys()
+    assert all(grad.any() for grad in grads.values())
+    model.save_adapter(tmp_path)
+    plain = PeftModel.from_pretrained(getattr(transformers, name).from_pretrained(folder), tmp_path)
+    found = model.eval()(**batch_of(case)).logits
+    torch.testing.assert_close(found, plain.eval()(**batch_of(case)).logits)

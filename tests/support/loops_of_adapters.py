@@ -44,7 +44,7 @@ def _evaluate_adapted(t: Trainee) -> None:
 
 
 LORA = {"families": CAUSAL, "weights": False}
-NO_PLACE = dict.fromkeys(("one", "tp", "pp", "dp"), "target_modules")
+NO_PLACE = dict.fromkeys(("tp", "pp", "dp"), "target_modules")
 loop("LoRA", **LORA)(_adapted(target_modules=r".*\.(c_attn|q_proj|v_proj)"))
 loop("LoRA in some layers", families=("llama", "qwen3", "opt"), weights=False, pp="target_modules")(
     _adapted(target_modules=["q_proj", "v_proj"], layers_to_transform=[1])

@@ -117,8 +117,8 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
         raise agreed(SlapoError(STEP, "target_modules", problem, hint))
 
 
-def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
-    """On one process return {key in peft's files: tensor} of all that the adapter `name` trains, also biases.
+def _trained_tensors(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
+    """On one process return {key in peft's files: tensor, or its gradient if `grads`} of all that adapter `name` trains.
 
     On several ranks return {}: there an adapter trains LoRA's matrices only, which `_matrices` lists.
     """
@@ -126,7 +126,9 @@ def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
 
     if model.mesh.world_size > 1:
         return {}
-    found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    named = model.named_parameters() if grads else ()
+    held = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named} or None
+    found = get_peft_model_state_dict(model, held, name, save_embedding_layers=False)
     return {PREFIX + key: tensor for key, tensor in found.items()}
 
 
@@ -136,7 +138,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
         raise SlapoError("adapter", repr(name), f"no such adapter; the model has {known}", hint)
-    if not grads and (whole := _trained_tensors(model, name)):
+    if whole := _trained_tensors(model, name, grads):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
     of_stages = together(model.mesh, "adapter", lambda: own)
@@ -233,6 +235,8 @@ def _matrices(model: Any, name: str) -> list[Matrix]:
     for path, layer in _layers(model, name):
         base, rank = layer.get_base_layer(), layer.r[name]
         kind = next((c.__name__ for c in type(base).__mro__ if c.__name__ in INPUT_AXIS), "")
+        if not kind and model.mesh.world_size == 1:
+            continue  # an embedding, or experts: peft has made its matrices, which nothing shards
         if not kind:
             raise _refusal(path, f"found a {type(base).__name__}, expected a Linear or Conv1D")
         placed, axis = state.placed.get(f"{path}.weight"), INPUT_AXIS[kind]
@@ -377,7 +381,7 @@ def _fit_layers(model: Any, name: str) -> None:
     """Let dropouts of adapter `name` draw this rank's slices of one device's masks, and `merge` add this rank's rows."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
-        if rows := rows_of(layer.get_base_layer().weight):
+        if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):
             layer.get_delta_weight = partial(_rows_of_delta, layer, rows)
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's
         site_path = f"{path}.lora_dropout.{name}"
