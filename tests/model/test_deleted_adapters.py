@@ -103,9 +103,7 @@ def test_train_step_without_the_loss_term_of_adalora_is_refused(tmp_path_factory
     model(**batch_of(LLAMA)).loss.backward()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys:RuntimeWarning"
-)  # of peft's own
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of peft's own
 @pytest.mark.parametrize(
     ("name", "targets"),
     [("LlamaForCausalLM", ["embed_tokens", "q_proj"]), ("MixtralForCausalLM", "all-linear")],

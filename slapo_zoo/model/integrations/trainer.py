@@ -29,8 +29,8 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints.resume import load_checkpoint
 from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
 from slapo_zoo.model.gradients.scaler import GradScaler
+from slapo_zoo.model.integrations import trainer_options as options
 from slapo_zoo.model.integrations.dialects.engine import is_exact, is_scheduled
-from slapo_zoo.model.integrations.trainer_options import add_adapter, refuse_options, seed_samples
 from slapo_zoo.model.integrations.trl_head import take_back_forward
 from slapo_zoo.model.step.mixed_precision import FIRST_SCALE
 from slapo_zoo.parallel.losses.loss_means import count_targets
@@ -60,15 +60,15 @@ class ScheduledTrainer(Trainer):
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
         _require_scheduled("ScheduledTrainer", model, "use transformers.Trainer")
         self._own_loss = _own_loss(type(self), args, kwargs)
-        add_adapter(type(self), model, kwargs)
-        refuse_options(model, args, self._own_loss, kwargs.get("train_dataset"))
+        options.add_adapter(type(self), model, kwargs)
+        options.refuse_options(model, args, self._own_loss, kwargs.get("train_dataset"))
         for each in (model, kwargs.get("ref_model")):
             if is_scheduled(each):
                 each._is_accelerate_prepared = True  # not wrapped in DDP, which averages over tp
-        _take_one_gpu(args)
+        options.take_one_gpu(args)
         super().__init__(model=model, args=args, **kwargs)
-        _take_one_gpu(self.args)  # of a Trainer without args
-        seed_samples(model.mesh, self.args)
+        options.take_one_gpu(self.args)  # of a Trainer without args
+        options.seed_samples(model.mesh, self.args)
         self._train_batch_size = self.args.train_batch_size
         if self._own_loss and model._slapo.precision.scales:  # without: train_step scales
             self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
@@ -248,14 +248,6 @@ class ScheduledTrainer(Trainer):
     @property
     def _mesh(self) -> Mesh:
         return self.model.mesh  # pyright: ignore[reportOptionalMemberAccess, reportReturnType, reportAttributeAccessIssue]
-
-
-def _take_one_gpu(args: Any) -> None:
-    """Set the number of GPUs in TrainingArguments, all that one process sees, to 1: Trainer would wrap the model in
-    DataParallel, and read a batch of rows for each.
-    """
-    if getattr(args, "n_gpu", 1) > 1:
-        args._n_gpu = 1
 
 
 def _require_scheduled(where: str, model: Any, instead: str) -> None:

@@ -161,5 +161,13 @@ def seed_samples(mesh: Any, args: Any) -> None:
         set_seed(args.seed + mesh.coord("batch"))
 
 
+def take_one_gpu(args: Any) -> None:
+    """Set the number of GPUs in TrainingArguments, all that one process sees, to 1: Trainer would wrap the model in
+    DataParallel, and read a batch of rows for each.
+    """
+    if getattr(args, "n_gpu", 1) > 1:
+        args._n_gpu = 1
+
+
 def _refusal(what: str, problem: str, hint: str) -> SlapoError:
     return SlapoError("ScheduledTrainer", what, problem, hint)
