@@ -212,6 +212,10 @@ class Tape(TorchDispatchMode):
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
+    def note_output(self, output: Any) -> None:
+        """Append a row that reads all tensors of the model's output."""
+        self.note("output", reads=self._refs(output))
+
     def listen(self, group: Any, mesh_dim: str, path: str, directive: object) -> Any:
         """Return a copy of `group` that records each collective over the group on this tape.
 

@@ -54,7 +54,8 @@ class Call:
         unit: path of the unit.
         spec: pytree structure of its output.
         leaves: leaves of its output, with a Shape for each tensor.
-        needs: outputs of earlier calls from which the arguments were computed.
+        needs: outputs of earlier calls from which the arguments were computed, and for the last call also those that
+            the rest of the forward uses or returns (CLIP compares the outputs of two towers).
         guessed: True if the unit branches on data, so that its output is assumed to have the shapes of its input.
     """
 
@@ -100,7 +101,7 @@ def calls_of(rows: Iterable[Row]) -> list[Call]:
     """Return the unit calls (blocks, embeddings, heads) in `rows`, the operators of a recorded forward, with their inputs."""
     calls: list[Call] = []
     origin: dict[int, frozenset[Value]] = {}
-    guessed = False
+    guessed, rest = False, frozenset[Value]()
 
     def origins(refs: Iterable[Ref]) -> frozenset[Value]:
         return frozenset().union(*(origin.get(ref.number, ()) for ref in refs))
@@ -114,14 +115,15 @@ def calls_of(rows: Iterable[Row]) -> list[Call]:
             for i, x in enumerate(leaves):
                 if isinstance(x, Ref):
                     origin[x.number] = frozenset({Value(len(calls) - 1, i)})
-            guessed = False
+            guessed, rest = False, frozenset()
             continue
         for value in origins(row.changes) if not row.unit else ():
             calls[value.call] = calls[value.call].with_written(value.leaf)
         found = origins(row.reads)
+        rest |= found
         for ref in row.writes:
             origin[ref.number] = origin.get(ref.number, frozenset()) | found
-    return calls
+    return [*calls[:-1], *(replace(last, needs=last.needs | rest) for last in calls[-1:])]
 
 
 def _shape(x: Any) -> Any:

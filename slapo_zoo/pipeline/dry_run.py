@@ -59,12 +59,12 @@ def dry_run(model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[st
     tape = Tape(model, units)
     skip_repeated(tape, model, units, repeat_rows=False)
     try:
-        return calls_of(tape.run(model, fake, batch).rows), DataReads()
+        return calls_of(tape.run(model, fake, batch, tape.note_output).rows), DataReads()
     except DEPENDS:
         pass  # try again below, with the data
     tape = DataTape(model, units)
     with refused(model):
-        return calls_of(tape.run(model, fake, batch).rows), tape.reads.needed()
+        return calls_of(tape.run(model, fake, batch, tape.note_output).rows), tape.reads.needed()
 
 
 @contextmanager

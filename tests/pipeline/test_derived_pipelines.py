@@ -5,6 +5,7 @@ import torch
 import transformers
 from type_coverage import default_config
 
+from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.hf.models import dtype_of
 from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.tiny_case import tiny_case
@@ -23,6 +24,44 @@ def test_schedule_derived_by_schedule_auto_passes_verification_on_a_pipeline(cls
     case = tiny_case(config, known, tmp_path, Sizes())
     assert case.dtype == torch.float64
     assert Search(case.config, case, mesh, {}).run().sizes == mesh
+
+
+def step_of_two_towers(pp, micro_batches):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {
+        **sizes,
+        "num_hidden_layers": 3,
+        "vocab_size": 99,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+    }
+    vision = {**sizes, "num_hidden_layers": 1, "image_size": 8, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    model = AutoScheduledModel.from_config(
+        config, pp=pp, auto_class=transformers.CLIPModel, seed=0, kernels="reference"
+    )
+    assert pp == 1 or model.schedule.state.cuts[0][0].startswith("text_model")
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 99, (2, 6), generator=g)
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8, generator=g)}
+    seen = lambda output, _: sum(  # noqa: E731
+        x.pow(2).mean() for x in (output.vision_model_output.last_hidden_state, output.image_embeds - output.text_embeds)
+    )  # fmt: skip
+    own = float(model.train_step(batch, loss_fn=seen, micro_batches=micro_batches))
+    return (
+        own,
+        float(model(**batch, return_loss=True).loss.detach()),
+        model.consolidated_state_dict(grads=True),
+    )
+
+
+def test_outputs_of_a_tower_on_an_earlier_stage_reach_the_loss():
+    found = emulate(step_of_two_towers, 2, 2, mesh=(1, 2, 1))[0]
+    *losses, grads = step_of_two_towers(1, 1)
+    assert found[:2] == pytest.approx(losses, rel=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[2][name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_dtype_of_a_mixed_precision_model_is_the_dtype_of_most_elements():
