@@ -23,3 +23,16 @@ def test_loss_that_ignores_more_labels_than_were_counted_is_refused(real):
     with refused, means.over(SimpleNamespace(), {"labels": labels}, [torch.tensor(3)]):
         loss = functional.cross_entropy(logits, targets)
         assert loss.item() == pytest.approx(math.log(2) / 2)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_loss_of_a_model_that_adds_another_term_to_its_means_is_refused(added):
+    """Routers of experts, for example, add a load-balancing loss to that of the tokens."""
+    labels, logits = torch.tensor([0, 1, 1]), torch.zeros(3, 2, requires_grad=True)
+    means = GlobalMeans([6.0], {"labels": labels.repeat(2)})
+    with means.over(SimpleNamespace(), {"labels": labels}):
+        loss = functional.cross_entropy(logits, labels)
+        loss = loss + logits.exp().mean() if added else (loss + loss.to(loss)) / 2
+    refused = pytest.raises(MeshError, match="adds a term that is no mean over targets")
+    with refused if added else nullcontext():
+        means.require_sum(loss)

@@ -113,19 +113,11 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     count = runtime.table.num_tokens
     sides = [x.shape[-2:] for name, x in batch.items() if name == "pixel_values"]
     lengths = [count(model.config, *sides)] if count else []
-    names = {
-        "input_ids": -1,
-        "inputs_embeds": -2,
-        "decoder_input_ids": -1,
-        "decoder_inputs_embeds": -2,
-    }
+    names = {"input_ids": -1, "inputs_embeds": -2, "decoder_input_ids": -1, "decoder_inputs_embeds": -2}  # fmt: skip
     if model.config.is_encoder_decoder:
         names["labels"] = -1
-    given = {name: batch.get(name) for name in names}
-    given = {
-        name: x for name, x in given.items() if x is not None and x.ndim > 1
-    }  # no class labels
-    lengths += [x.shape[names[name]] for name, x in given.items()]
+    given = ((at, batch.get(name)) for name, at in names.items())
+    lengths += [x.shape[at] for at, x in given if x is not None and x.ndim > 1]  # no class labels
     divide = bool(lengths) and all(length % model.mesh.tp == 0 for length in lengths)
     if not divide and model.training:
         warnings.warn(
@@ -163,21 +155,26 @@ def count_rows(batch: Mapping[str, Any]) -> int:
     return len(next(iter(tensors.values()))) if tensors else 0
 
 
-def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
+def refuse_divided(model: Any, options: Mapping[str, Any], own: bool = False, **parts: int) -> None:
     """Raise MeshError if a batch would be split over ranks or micro-batches, but the loss is not a mean over rows.
 
-    `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward.
+    `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward. `own` is
+    True if the user's own loss replaces that of the model.
     """
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table
-    if table.is_undivided(model.unscheduled_class) and any(
-        not part.startswith("pp=") for part in divided
+    own = own and table.undivided is not True  # of all classes, the rows may meet before the loss
+    if (
+        table.is_undivided(model.unscheduled_class)
+        and not own
+        and any(p[:3] != "pp=" for p in divided)
     ):
         problem = f"found {', '.join(divided)}: the loss is no mean over rows, so the batch cannot be split"
-        raise MeshError("the model", "loss", problem, "pass micro_batches=1 and use dp=1")
+        more = "" if table.undivided is True else ", or give train_step a loss_fn"
+        raise MeshError("the model", "loss", problem, f"pass micro_batches=1 and use dp=1{more}")
     for name in table.whole_batch if divided else ():
         given = options.get(name)
-        if getattr(model.config, name, False) if given is None else given:
+        if getattr(model.config.get_text_config(), name, False) if given is None else given:
             problem = f"found {', '.join(divided)}: with {name}=True the loss needs the whole batch at once"
             hint = f"pass {name}=False, or use tp only"
             raise MeshError("the model", f"{name}=True", problem, hint)

@@ -135,6 +135,8 @@ class Step:
         if self.kept is not None:
             self.kept.add(first, output)
         loss = (self.own or _loss)(output, part) * runtime.precision.scale
+        if self.means is not None and self.count * model.mesh.size("loss") > 1:
+            self.means.require_sum(output.loss)
         self.beside.add_from_loss(loss, output)
         return loss if self.scaler is None else self.scaler.scale(loss)
 
@@ -189,7 +191,8 @@ def check(
     if options.loss_fn is None and mesh.pp > 1:
         step_checks.require_labels(tensors, whole)
     count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
-    refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.size("batch"))
+    own = options.loss_fn is not None
+    refuse_divided(model, whole, own, micro_batches=count, pp=mesh.pp, dp=mesh.size("batch"))
     step_checks.require_rows(tensors, whole, rows, count)
     return tensors, whole, rows, count
 
@@ -267,7 +270,8 @@ def run(step: Step) -> Tensor:
     if pipeline is None:
         loss = _accumulate(engine, step.loss_of, *given)
     else:
-        loss = engine.pipeline_step(pipeline, step.loss_of, *given)
+        with explained(step.model, step.tensors):
+            loss = engine.pipeline_step(pipeline, step.loss_of, *given)
     loss = loss / runtime.precision.scale
     return loss if step.scaler is None else loss / step.scaler.scale(torch.ones_like(loss))
 

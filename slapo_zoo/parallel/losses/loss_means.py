@@ -26,8 +26,8 @@ OF_OWN = {*MEANS, *BY_CLASS, *BCE, fn.l1_loss, fn.smooth_l1_loss, fn.huber_loss}
 _SUMS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"}
 _FACTORS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 _QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
-_SAME = {"neg", "__neg__", "float", "double", "to", "clone", "squeeze", "reshape", "mean", "sum"}
-_SHARE = "_is_share"  # attribute of a tensor in a loss_function: True if it is a sum of such means
+_SAME = {"neg", "__neg__", "float", "double", "to", "clone", "squeeze", "unsqueeze", "reshape", "view", "mean", "sum"}  # fmt: skip
+_SHARE = "_is_share"  # attribute of a tensor: True if it is a sum of means times constants
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
@@ -49,12 +49,9 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     cut = batch.get("shift_labels")  # shifted before the tokens were cut over cp
-    by_token = (
-        {"labels": cut if cut is not None else shifted(class_name, found["labels"])}
-        if "labels" in found
-        else {}
-    )
-    return found | by_token
+    if "labels" in found:
+        found["labels"] = shifted(class_name, found["labels"]) if cut is None else cut
+    return found
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
@@ -80,8 +77,8 @@ class GlobalMeans(TorchFunctionMode):
     rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
               with weights w of the classes   -->  ... / sum of w[y] over the whole batch
 
-    The k-th call of a mean loss in a forward is term k. The user's own `loss_function` must return a sum of
-    means times constants; any other loss raises MeshError.
+    The k-th call of a mean loss in a forward is term k. The model's loss, and what the user's own `loss_function`
+    returns, must be a sum of means times constants; any other loss raises MeshError.
 
     Args:
         counts: number of targets of each term in the whole batch, over all micro-batches and dp ranks.
@@ -119,9 +116,14 @@ class GlobalMeans(TorchFunctionMode):
             if own is not None:
                 model._loss_function = own
         if not self.found:
-            raise _refusal(
-                "the forward called none of the mean losses that can be split over rows", MEANS
-            )
+            problem = "the forward called none of the mean losses that can be split over rows"
+            raise _refusal(problem, MEANS)
+
+    @staticmethod
+    def require_sum(loss: Tensor) -> None:
+        """Raise MeshError if `loss`, that of a forward within `over`, has a term beside the means and their multiples."""
+        if not getattr(loss, _SHARE, True):
+            raise _refusal("it adds a term that is no mean over targets (a router's load-balancing loss, a z-loss)")  # fmt: skip
 
     def _run_own(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.in_own = True
@@ -130,10 +132,8 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             self.in_own = False
         if not getattr(loss, _SHARE, False):
-            problem = (
-                "loss_function returns something else than a sum of mean losses times constants"
-            )
-            raise _refusal(problem, OF_OWN)
+            what = "something else than a sum of mean losses times constants"
+            raise _refusal(f"loss_function returns {what}", OF_OWN)
         return loss
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +141,7 @@ class GlobalMeans(TorchFunctionMode):
         known = func in (OF_OWN if self.in_own else MEANS)
         if not known or kwargs.get("reduction", "mean") != "mean":
             found = func(*args, **kwargs)
-            if self.in_own and isinstance(found, Tensor):
+            if (self.in_own or self.found) and isinstance(found, Tensor):
                 setattr(found, _SHARE, _is_linear(func.__name__, args))
             return found
         count = self._divisor(func, args[0], args[1], kwargs)
@@ -217,17 +217,14 @@ class GlobalMeans(TorchFunctionMode):
         """
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]
-            rows = all_gather(
-                torch.cat([mine.double()[None], *marks])[None], 0, self.group
-            ).tolist()
+            own = torch.cat([mine.double()[None], *marks])[None]
+            rows = all_gather(own, 0, self.group).tolist()
             alike = all(row[1:] == rows[0][1:] for row in rows)
             self.totals[self.found] = weights if alike else None, sum(row[0] for row in rows)
         before, total = self.totals[self.found]
         if weights is not None and (before is None or not torch.equal(before, weights)):
-            problem = (
-                "micro-batches or dp ranks have different class weights (weight= or pos_weight=)"
-            )
-            raise _refusal(problem)
+            what = "class weights (weight= or pos_weight=)"
+            raise _refusal(f"micro-batches or dp ranks have different {what}")
         return total
 
 
