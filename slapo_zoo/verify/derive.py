@@ -130,11 +130,11 @@ class Search:
         When the first tables are wrong, this generator sets `left_whole`: groups of modules that stay unsharded next.
         """
         for undivided in self._undivided_values():
-            self.undivided = undivided
+            self.undivided, self.left_whole = undivided, {}
             yield from self.candidates()
-        if self.sizes[0] > 1 and not self._wrong_unsharded():
-            self._drop_wrong_groups()
-            yield self._gathered
+            if self.sizes[0] > 1 and not self._wrong_unsharded():
+                self._drop_wrong_groups()
+                yield self._gathered
         for stack in self._single_stacks():
             self.stack, self.left_whole = stack, {}
             yield from self.candidates()

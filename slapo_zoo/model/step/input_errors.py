@@ -1,4 +1,4 @@
-"""Explain torch's index errors: tokens beyond the vocabulary, or rows beyond the positions of a model."""
+"""Explain errors of a forward: tokens beyond the vocabulary, rows beyond the positions of a model, images of other rows."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,25 +10,28 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.pipeline.pipeline_runtime import MAIN_INPUTS
 
 IDS = ("input_ids", "decoder_input_ids")
+MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
 SPARE = 2  # rows that OPT's table of positions has beyond those of the config
 
 
 class InputError(SlapoError, IndexError):
-    """Error of tokens beyond the vocabulary, or of rows longer than a model's position embeddings."""
+    """Error of tokens beyond the vocabulary, of rows longer than a model's position embeddings, or of images."""
 
 
 @contextmanager
 def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Context around a forward that turns torch's index error into one that names the tokens at fault.
+    """Context around a forward that turns torch's index error into one that names the tokens or images at fault.
 
     Nothing is checked before an error. On a GPU, where an index error comes too late to read tensors,
     errors pass unchanged.
     """
     try:
         yield
-    except (IndexError, RuntimeError) as error:
+    except (IndexError, RuntimeError, ValueError) as error:
         if isinstance(error, SlapoError) or "hint:" in str(error):  # it already says what to do
             raise
+        for name in MEDIA & batch.keys():
+            _explain_media(model, name, error)
         config = model.config.get_text_config()
         for name in IDS:
             ids = batch.get(name)
@@ -45,6 +48,17 @@ def require_device(model: Any, batch: Mapping[str, Any]) -> None:
         problem = f"found a tensor on cpu, the model is on {device}"
         hint = "move the batch: {k: x.to(model.device) for k, x in batch.items()}; train_step(batch) does so"
         raise SlapoError("forward", here[0], problem, hint)
+
+
+def _explain_media(model: Any, media: str, error: Exception) -> None:
+    """Raise InputError for an `error` of images, videos or sounds, which the entry `media` of the batch holds."""
+    if "tokens do not match" in str(error):
+        problem = "its images (videos, sounds) do not fit the placeholder tokens of the rows; a micro-batch takes equally many per row"
+        hint = "pass micro_batches=1, or give each row equally many; otherwise correct the placeholder tokens"
+        raise InputError("forward", media, problem, hint) from error
+    if model._slapo.schedule.state.forward.tokens_divided and not isinstance(error, ValueError):
+        problem = "this model adds features of images to the hidden states of all tokens, and a tp rank has some of the tokens"
+        raise InputError("forward", media, problem, "load with sequence_parallel=False") from error
 
 
 def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,10 +15,13 @@ from slapo_zoo.language.primitives.fork_rng import DRAWS
 from slapo_zoo.zoo.derivation.chains import Chains
 from slapo_zoo.zoo.derivation.spelling import Spelling
 
+NEVER = 1 << 30  # position of a module that did not run
+
 
 def linear_axis(module: nn.Module) -> int | None:
     """Return the axis of a weight that holds the outputs: 0 for a Linear, 1 for a Conv1D; None for other modules."""
-    plain = "weight" in module._parameters
+    is_read = isinstance(module, NonDynamicallyQuantizableLinear)  # by nn.MultiheadAttention
+    plain = "weight" in module._parameters and not is_read
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return 0 if plain else None
     return 1 if type(module).__name__ == "Conv1D" and plain else None
@@ -61,9 +65,18 @@ class Observation:
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """Return at which position in the forward the module at `path` first used a parameter or ran; 1 << 30 if never."""
+        """Return at which position in the forward the module at `path` first used a parameter or ran; NEVER if it did not."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
-        return min(found, default=self.entered.get(path, 1 << 30))
+        return min(found, default=self.entered.get(path, NEVER))
+
+    def idle(self, model: nn.Module) -> list[str]:
+        """Return the paths of the outermost modules that did not run (a tower for images), or [] without calls."""
+        ran, found = "\n".join(["", *(f"{path}." for path in self.calls)]), ["."]
+        for path, module in model.named_modules() if self.calls else ():
+            outer = f"\n{path}." in ran or path.startswith(found[-1])
+            if not (outer or type(module) is nn.ModuleList) and len([*module.parameters()]):
+                found.append(f"{path}.")
+        return [path[:-1] for path in found[1:]]
 
 
 class Watch(TorchFunctionMode):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from slapo_zoo.language.directive import join
-from slapo_zoo.zoo.derivation.observe import Observation
+from slapo_zoo.zoo.derivation.observe import NEVER, Observation
 
 LEAST = 0.05  # share of the parameters beside embeddings that a list holds to count as a stack
 
@@ -86,7 +86,12 @@ def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tupl
         names = [name for name, child in module.named_children() if _numel(child)]
         if not names or all(name.isdigit() for name in names):
             continue
-        ran = sorted(names, key=lambda name: seen.first_use(join(path, name)))
+        at = {name: seen.first_use(join(path, name)) for name in names}
+        for name, after in zip(names[-2::-1], names[:0:-1], strict=True):
+            at[name] = (
+                at[after] if at[name] == NEVER else at[name]
+            )  # a tower: before the text model
+        ran = sorted(names, key=at.__getitem__)
         same = same and ran == names
         order += [star(join(path, name)) for name in ran]
     return () if same else tuple(order)

@@ -140,20 +140,15 @@ def derive_table(
     prefix = base_prefix(model)
     stacks = [found for found in find_stacks(model, seen) if stack in ("", found)]
     parts = tuple(parts_of_blocks(model, stacks)) if tokens else ()
-    for pattern in sorted({star(path) for path in seen.draws if path}):
+    for pattern in sorted({star(path) for path in (*seen.draws, *seen.idle(model)) if path}):
         some = tokens and _below(pattern, stacks) and not _below(pattern, parts)
         rows.append((pattern, dropout_tokens if some else dropout))
-    inside = [pattern.startswith(prefix) for pattern, _ in rows]
     return Table(
         model_type=config.model_type,
         source=f"derived from {type(model).__name__}",
         dims={},
-        body=tuple(
-            (p.removeprefix(prefix), rule)
-            for (p, rule), here in zip(rows, inside, strict=True)
-            if here
-        ),
-        heads=tuple(row for row, here in zip(rows, inside, strict=True) if not here),
+        body=tuple((p.removeprefix(prefix), rule) for p, rule in rows if p.startswith(prefix)),
+        heads=tuple(row for row in rows if not row[0].startswith(prefix)),
         blocks=tuple(stack.removeprefix(prefix) for stack in stacks),
         order=order_of(model, seen, stacks),
         everywhere=tuple(p.removeprefix(prefix) for p in sorted(seen.wanted_everywhere)),
@@ -211,11 +206,12 @@ def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
     """Return {field of `Table`: value} for the fields that model and observed forward `seen` give, not rules."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    routes = hasattr(config.get_text_config(), "output_router_logits")
     return {
         "renames": seen.spelling.renames,
         "pieces": seen.spelling.pieces,
         "shifts_labels": None if by_name == seen.shifts_labels else seen.shifts_labels,
-        "whole_batch": tuple(n for n in ("output_router_logits",) if hasattr(config, n)),
+        "whole_batch": ("output_router_logits",) * routes,
         "batch_statistics": batch_norm,
     }
 

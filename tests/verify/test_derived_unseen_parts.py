@@ -1,0 +1,71 @@
+"""Derived tables for parts of a model that the batch of the proof does not run, and for groups that stay unsharded."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+
+from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.model.step.input_errors import InputError
+from slapo_zoo.verify.derive import Search
+from slapo_zoo.verify.tiny_case import tiny_case
+
+IMAGE = 90
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def batch_of(images):
+    """Return four rows with as many images of four tokens as `images` says."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, IMAGE, (4, 12), generator=g)
+    for row, count in enumerate(images):
+        ids[row, 1 : 1 + 4 * count] = IMAGE
+    pixels = torch.randn(4, 3, 16, 16, generator=g)
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": pixels}
+
+
+def step(table, folder, config, mesh, images):
+    tp, pp, _ = mesh
+    model = AutoScheduledModel.from_pretrained(
+        folder, config=config, tp=tp, pp=pp, schedule=table, kernels="reference", seed=0
+    )
+    loss = model.train().train_step(batch_of(images), micro_batches=2)
+    return float(loss), model.consolidated_state_dict(grads=True)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["tp2", "pp2"])
+def test_images_train_over_ranks_though_a_derivation_runs_text_alone(mesh, tmp_path):
+    vision = SiglipVisionConfig(**SIZES, image_size=16, patch_size=8, attention_dropout=0.5)
+    text = LlamaConfig(**SIZES, vocab_size=96, pad_token_id=0)
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        vision_feature_select_strategy="full",
+    )
+    case = tiny_case(config, LlavaForConditionalGeneration, tmp_path)
+    search = Search(config, case, mesh, {})
+    table = search.candidates()[0](config, search.small)
+    truth = step(table, tmp_path, config, (1, 1, 1), [1, 1, 1, 1])
+    found = emulate(step, table, tmp_path, config, mesh, [1, 1, 1, 1], mesh=mesh)[0]
+    assert found[0] == pytest.approx(truth[0], rel=1e-5)
+    for name, grad in truth[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-3, atol=1e-5, msg=name)
+    with pytest.raises(
+        InputError, match=r"pixel_values: .* do not fit .*\n  hint: pass micro_batches=1"
+    ):
+        emulate(step, table, tmp_path, config, mesh, [2, 1, 1, 0], mesh=mesh)
+
+
+def test_derivation_that_leaves_a_group_unsharded_may_still_split_the_batch():
+    search = Search.__new__(Search)
+    search.sizes, search.groups, search.left_whole = (2, 1, 1), ["experts", "mlp"], {}
+    search.candidates = lambda: [search._structural, search._gathered]
+    search._single_stacks = list
+    search._probe = lambda make, sizes: "" if "experts" in search.left_whole else "wrong"
+    assert next(make for make in search._attempts() if not search._probe(make, search.sizes))
+    assert (search.undivided, list(search.left_whole)) == (False, ["experts"])
