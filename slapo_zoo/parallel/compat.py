@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,20 @@ def software() -> dict[str, str]:
     return {"slapo-zoo": VERSION} | {name: version(name) for name in ("torch", "transformers")}
 
 
+# of each default group, held weakly, since the threads of a group that is kept alive go on polling
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
 def new_group(ranks: Sequence[int]) -> Any:
-    """Create a process group of `ranks`, or return the default group if they are all ranks; a collective call of all.
+    """Return the process group of `ranks`, which is made once for all models; a collective call of all ranks.
 
     The group has the timeout of the default group: with torch's 30 minutes, peers of a dead rank would hang.
     """
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_of_world()))
+    world: Any = dist.group.WORLD
+    known, key = _GROUPS.setdefault(world, {}), tuple(ranks)
+    if len(key) < dist.get_world_size() and key not in known:
+        known[key] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_of_world()))
+    return known.get(key, world)
 
 
 def timeout_of_world() -> float:

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -55,6 +56,7 @@ def groups_of(tp, pp, dp):
         total = torch.tensor([mesh.rank])
         dist.all_reduce(total, group=group)
         assert mesh.group(mesh_dim) is group  # made once
+        assert replace(mesh).group(mesh_dim) is group  # for all models: each has memory on a GPU
         assert dist.get_rank(group) == mesh.coord(mesh_dim)
         found[mesh_dim] = (total.item(), dist.get_process_group_ranks(group))
     return found

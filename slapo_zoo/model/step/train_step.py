@@ -165,7 +165,7 @@ def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with its CPU tensors copied to the model's device, which the load may have chosen."""
     device = next(model.parameters()).device
     there = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
-    return {**batch, **{k: v.to(device, non_blocking=True) for k, v in there.items()}}
+    return {**batch, **{k: v.to(device) for k, v in there.items()}}
 
 
 def check(
