@@ -92,7 +92,7 @@ def fill_from_folder(
         fill_buffers(model, device)
     return Ledger(
         tensors=loaded.tensors, bytes_read=loaded.bytes_read,
-        shard_bytes=sum(t.nbytes for t in local.values()), files_opened=folder.files_opened,
+        shard_bytes=sum(t.nbytes for t in local.values()), files_opened=len(folder.saves()),
         seconds=time.perf_counter() - begin, peak_anonymous=peak.growth,
         newly_initialized=names.missing, unexpected=names.unexpected, mapped=loaded.mapped,
     )  # fmt: skip

@@ -94,11 +94,6 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
             self.key_to_file = {}
             self.key_to_file = dict.fromkeys(self._file(main).entries, main)
 
-    @property
-    def files_opened(self) -> int:
-        """Return the number of weight files opened so far."""
-        return len(self._files)
-
     def view(self, key: str) -> Tensor:
         """Return a tensor over the mapped file, in the file's shape and dtype; bytes are read on first use."""
         return self._file(self._name(key)).view(key)

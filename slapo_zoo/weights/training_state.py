@@ -62,10 +62,8 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
     try:
         decode(value)
         return check(value)
-    except WeightsError as error:
-        return error.problem
-    except (TypeError, ValueError) as error:
-        return f"found {value!r:.80}: {error}"
+    except (TypeError, ValueError) as error:  # a WeightsError is a ValueError
+        return getattr(error, "problem", f"found {value!r:.80}: {error}")
     except RecursionError:
         return "values are nested too deep"
 

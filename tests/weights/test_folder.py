@@ -29,11 +29,11 @@ def two_files(tmp_path):
 def test_checkpoint_reader_opens_only_the_weight_files_that_are_needed(two_files):
     with open_checkpoint(two_files) as folder:
         assert folder.key_to_file == {"a": A, "b": B}
-        assert folder.files_opened == 0
+        assert len(folder.saves()) == 0
         assert folder.shape("b") == (3, 1)
         assert folder.dtype("b") == torch.float16
         assert torch.equal(folder.view("b"), torch.zeros(3, 1).half())
-        assert folder.files_opened == 1
+        assert len(folder.saves()) == 1
         with pytest.raises(WeightsError, match="no such key"):
             folder.view("c")
 
@@ -42,7 +42,7 @@ def test_single_weight_file_takes_precedence_over_an_index(two_files):
     save_file({"a": torch.full((2,), 5.0)}, two_files / "model.safetensors")
     with open_checkpoint(two_files) as folder:
         assert folder.view("a").tolist() == [5, 5]
-        assert folder.files_opened == 1
+        assert len(folder.saves()) == 1
 
 
 def test_weight_files_that_the_index_places_in_a_subfolder_are_read(tmp_path):

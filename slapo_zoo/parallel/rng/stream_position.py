@@ -117,8 +117,7 @@ class StreamPosition:
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, so that the numbers drawn after a resume are those of a run without interruption."""
-        turns = [list(turn) for turn in self._turns.items()]
-        return {"seed": self.seed, "step": self.step, "calls": self.calls, "turns": turns}
+        return {"seed": self.seed, "step": self.step, "calls": self.calls, "turns": [*self._turns.items()]}  # fmt: skip
 
     def resume(self, kept: dict[str, Any]) -> None:
         """Go to the position that `saved` returned; checkpoints of older releases have seed and step alone."""
