@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.copying import independent_copy
+from slapo_zoo.language.directive import State
 from slapo_zoo.language.gradients import sum_over_tp
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
@@ -83,7 +85,24 @@ def build(
         for handle in sch.state.sums:  # of an earlier build
             handle.remove()
         sch.state.sums = sum_over_tp(sch.model.named_parameters(), plan_of(sch.state))
+    if sch.state.plan is None and not hasattr(type(sch.model), "__deepcopy__"):
+        _make_copies_independent(sch.model, sch.state)
     return sch.model
+
+
+def _make_copies_independent(model: nn.Module, state: State) -> None:
+    """Let `copy.deepcopy(model)` bind forwards and hooks of directives to the copy, and sum the copy's gradients over tp."""
+    changed = ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())  # fmt: skip
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        memo[id(state.sums)] = []  # handles lead to process groups
+        new = independent_copy(model, memo)
+        _ = state.sums and sum_over_tp(new.named_parameters(), plan_of(state))
+        _make_copies_independent(new, state)
+        return new
+
+    if any(changed) or state.sums:
+        model.__dict__["__deepcopy__"] = copied
 
 
 def consolidate_model(

@@ -1,5 +1,6 @@
 """Directives on modules that users write: shared modules, groups, interfaces that are no tensor, second builds."""
 
+import copy
 from collections import namedtuple
 
 import pytest
@@ -210,6 +211,32 @@ def twice_built():
 
 def test_build_after_another_build_sums_the_gradients_that_were_named_between_them():
     assert emulate(twice_built, mesh=(2, 1, 1)) == [-3.0, -3.0]
+
+
+def copied():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(nn.PReLU()), nn.Linear(4, 4))
+    sch = create_schedule(model)
+    sch["1"].shard("weight", 1).sync("fwd_post").checkpoint()
+    sch["0.act"].sum_gradient("weight")
+    sch["0"].hook("fw_post", lambda module, args, y: y.chunk(2, -1)[sch.mesh.rank])
+    built = build(sch)
+    again = copy.deepcopy(copy.deepcopy(built))
+    x = torch.arange(8.0).view(2, 4)
+    grads = []
+    for each in (built, again):
+        each(x).sin().sum().backward()
+        grads.append([p.grad for p in each.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        again[1].weight.zero_()
+        assert torch.equal(again(x), again[1].bias.expand(2, 4))
+        assert not torch.equal(built(x), again(x))
+
+
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
+def test_deep_copy_of_a_built_module_computes_with_its_own_weights_and_sums_its_gradients():
+    emulate(copied, mesh=(2, 1, 1))
 
 
 def test_shard_on_one_rank_keeps_the_parameter_that_an_optimizer_holds():
