@@ -131,3 +131,18 @@ def test_class_weighted_loss_is_refused_when_train_step_gets_the_number_of_targe
     model.loss_function = own(EXACT["weights"])
     with pytest.raises(MeshError, match="divides by weights"):
         model.train_step({"input_ids": IDS, "labels": LABELS}, targets=[50])
+
+
+def test_loss_fn_of_a_float64_model_over_three_micro_batches_has_gradients_of_float64():
+    model = AutoScheduledModel.from_config(CONFIG, seed=0, dtype=torch.float64)
+
+    def loss_fn(output, batch):
+        return output.logits.sin().mean()
+
+    ids = IDS[:3]
+    loss_fn(model(input_ids=ids), None).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.train_step({"input_ids": ids}, micro_batches=3, loss_fn=loss_fn)
+    for p, want in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, want, rtol=1e-11, atol=1e-15)

@@ -46,7 +46,8 @@ class OwnLoss:
             problem = f"returned {found}, expected a tensor of one element with a gradient"
             hint = "compute the loss from the output that loss_fn gets, and return the mean over its rows"
             raise SlapoError("train_step", "loss_fn", problem, hint)
-        loss = loss.reshape(()).float() / self.divisor
+        wide = torch.promote_types(loss.dtype, torch.float32)  # a gradient of float64 stays one
+        loss = loss.reshape(()).to(wide) / self.divisor
         count_once(self.runtime, loss, began)
         return loss
 

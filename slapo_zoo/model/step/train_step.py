@@ -291,7 +291,8 @@ def share(step: Step, loss: Tensor) -> Any:
     `return_logits`, the output object with the sum as loss and with all logits.
     """
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
-    both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
+    loss = loss.detach().float()  # as on ranks of pp without a loss
+    both = torch.stack([loss, torch.full_like(loss, float(bool(named)))])
     for mesh_dim in ("pp", "loss"):  # losses were divided by global counts, so they add up
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(both, group=mesh.group(mesh_dim))
