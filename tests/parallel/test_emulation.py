@@ -1,6 +1,7 @@
 """Emulated mesh in one process: the ranks are threads, the results equal one device."""
 
 import gc
+import resource
 import threading
 import time
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import transformers
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, StageError
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks import emulation
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import called_once
 from slapo_zoo.parallel.ranks.launch import run_local
@@ -278,3 +280,14 @@ def test_called_once_decorator_runs_a_function_once_when_threads_call_it_togethe
     for thread in threads:
         thread.join()
     assert len(ran) == 1
+
+
+def test_emulation_raises_the_limit_of_open_files_or_refuses_ranks_that_need_more(monkeypatch):
+    """Under the usual limit of 1024 files gloo ended the process of 32 ranks."""
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: asked.append(limits))
+    emulation._allow_files(32 * 32)
+    assert asked == [(4096, 4096)]
+    with pytest.raises(MeshError, match="found a limit of 4096 open files"):
+        emulate(len, mesh=(64, 1, 1))

@@ -6,6 +6,7 @@ collectives run, in the same order and with the same results, wherever the ranks
 
 import functools
 import gc
+import resource
 import sys
 import threading
 import traceback
@@ -62,6 +63,7 @@ class HostedRanks:
             raise MeshError(
                 "ranks as threads", "emulate or exact=", problem, "call close() of that model first"
             )
+        _allow_files(len(self.ranks) * self._size)
         self._within.enter_context(_ONE_WORLD)
         if self._stays:
             _STAYS.set()
@@ -289,6 +291,20 @@ def _loads_in_turn() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.from_pretrained = original
+
+
+def _allow_files(pairs: int) -> None:
+    """Let this process open a socket for each of the `pairs` of ranks in several process groups; else gloo would end the
+    process. MeshError is raised if the system's limit is too low.
+    """
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = 2 * pairs + 256
+    if 0 <= most < least:
+        problem = f"found a limit of {most} open files, expected at least {least} for these ranks in one process"
+        raise MeshError("ranks as threads", "emulate or exact=", problem, "take fewer ranks, or raise the limit (ulimit -Hn)")  # fmt: skip
+    wanted = 3 * least if most < 0 else min(most, 3 * least)
+    if 0 <= before < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 @contextmanager
