@@ -12,6 +12,7 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from slapo_zoo.dispatch.kernel_registry import HOOKS
 
@@ -26,9 +27,11 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
         memo: memo of `copy.deepcopy`: id of an object --> its copy. Objects that are in it already (process groups)
             are not copied; the copy shares them with the original.
     """
-    new = module.__class__.__new__(module.__class__)
-    memo[id(module)] = new
-    new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    if isinstance(module, GraphModule):
+        new = type(module).__deepcopy__(module, memo)
+    else:
+        new = memo[id(module)] = module.__class__.__new__(module.__class__)
+        new.__dict__.update(copy.deepcopy(module.__dict__, memo))
     for part in chain([module], memo[id(memo)]):  # replaced modules have hooks too
         own = memo.get(id(part))
         if own is None or own is part or not isinstance(part, nn.Module):

@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx import GraphModule
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.copying import independent_copy
@@ -85,7 +86,8 @@ def build(
         for handle in sch.state.sums:  # of an earlier build
             handle.remove()
         sch.state.sums = sum_over_tp(sch.model.named_parameters(), plan_of(sch.state))
-    if sch.state.plan is None and not hasattr(type(sch.model), "__deepcopy__"):
+    is_usual = isinstance(sch.model, GraphModule) or not hasattr(type(sch.model), "__deepcopy__")
+    if sch.state.plan is None and is_usual:
         _make_copies_independent(sch.model, sch.state)
     return sch.model
 

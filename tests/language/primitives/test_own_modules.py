@@ -234,6 +234,16 @@ def copied():
         assert not torch.equal(built(x), again(x))
 
 
+def test_deep_copy_of_a_traced_and_recomputed_module_computes_with_its_own_weights():
+    sch = Schedule(Block(nn.Tanh()))
+    sch["linear"].checkpoint()
+    sch.trace(example_inputs=torch.ones(2, 4))
+    again = copy.deepcopy(build(sch)).train()
+    with torch.no_grad():
+        again.linear.weight.zero_()
+    assert torch.equal(again(torch.ones(1, 4)), again.linear.bias.tanh()[None])
+
+
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
 def test_deep_copy_of_a_built_module_computes_with_its_own_weights_and_sums_its_gradients():
     emulate(copied, mesh=(2, 1, 1))
