@@ -222,9 +222,7 @@ class Encoder:
     classes: tuple[str, ...] = ()
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
-        """Return {name: values} of tokens and labels for `batch`, raw columns; rows without a token, in one of their texts,
-        are dropped.
-        """
+        """Return {name: values} of tokens and labels for raw columns; rows with a text that has no token are left out."""
         found = {role: list(batch[name]) for role, name in self.columns.items()}
         for role, held in found.items():
             wanted = self.task.kinds.get(role, "a text")
@@ -252,7 +250,7 @@ class Encoder:
 
 
 def _named_in(classes: Sequence[str], label: Any) -> Any:
-    """Return the name in `classes` of a label that is its index, or the names for a list of labels; other labels unchanged."""
+    """Return the name in `classes` of a label that is its index, or names for a list of labels; another label as it is."""
     if isinstance(label, list):
         return [_named_in(classes, one) for one in label]
     is_known = not isinstance(label, str) and 0 <= label < len(classes)
@@ -332,7 +330,7 @@ class Source:
 
 
 def own_names(data: Any, column: str) -> tuple[str, ...]:
-    """Return the names that the data set `data` itself has for the class numbers in its column `column`; () if it has none."""
+    """Return the names that the data set `data` itself has for the class numbers in column `column`; () if it has none."""
     feature = data.features[column]
     return tuple(getattr(getattr(feature, "feature", feature), "names", ()))
 

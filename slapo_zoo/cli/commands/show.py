@@ -94,10 +94,7 @@ def _text(found: Any, title: str) -> str:
         (("collective", "mesh dim", "in a micro-batch", "count", "bytes"), traffic),
         (("kernel", "modules", "used", "reason"), kernels), (("option", "values for tune"), knobs),
     )  # fmt: skip
-    lines = [
-        filled(f"{title}\n{found.outline.schedule}\n"),
-        *(as_table("", *each) for each in tables),
-    ]
+    lines = [filled(f"{title}\n{found.outline.schedule}\n"), *(as_table("", *each) for each in tables)]  # fmt: skip
     return "\n".join(lines)
 
 

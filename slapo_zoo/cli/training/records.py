@@ -95,9 +95,7 @@ class Best:
         return {**vars(self), "loss": loss}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore this record from `state`, a dict that the method `state` returned; None, and the record of another
-        metric, change nothing.
-        """
+        """Restore this record from a dict that the method `state` returned; None or another metric's changes nothing."""
         if state and state.get("metric", self.metric) == self.metric:
             vars(self).update({**state, "loss": math.inf if state["loss"] is None else state["loss"]})  # fmt: skip
 

@@ -99,9 +99,7 @@ class Card:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the card's files into a folder. CardError is raised first if the folder holds other files than a card's,
-        or if it cannot be written to.
-        """
+        """Write the card's files into a folder; CardError if it holds other files than a card's or cannot be written to."""
         contents = self.contents()
         _check_page(self.program, contents[files.README])
         try:

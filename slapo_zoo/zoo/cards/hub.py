@@ -14,9 +14,7 @@ from slapo_zoo.zoo.cards import files
 from slapo_zoo.zoo.cards.card import read_card
 
 SHA = re.compile(r"[0-9a-f]{40}\Z")
-_REFERENCE = re.compile(
-    r"([\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@([\w][\w./-]{0,120}))?\Z", re.ASCII
-)
+_REFERENCE = re.compile(r"([\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@([\w][\w./-]{0,120}))?\Z", re.ASCII)  # fmt: skip
 ALLOWED = [files.PROGRAM, files.README, *files.REPORTS]
 
 
@@ -77,9 +75,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
     patterns = [*ALLOWED, files.PYTHON] if with_python else ALLOWED
     with readable(str(reference)):
         _check_sizes(pinned, patterns)
-        folder = Path(
-            snapshot_download(pinned.repo_id, revision=pinned.revision, allow_patterns=patterns)
-        )
+        folder = Path(snapshot_download(pinned.repo_id, revision=pinned.revision, allow_patterns=patterns))  # fmt: skip
     wanted = files.PYTHON if with_python else files.PROGRAM
     if not (folder / wanted).exists():
         hint = "check the name; a schedule in Python needs trust_remote_code=True and a sha"
@@ -130,9 +126,7 @@ def push(
     with readable(repo_id):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         before = parent or api.model_info(repo_id).sha
-        commit = api.create_commit(
-            repo_id, operations, commit_message=message, parent_commit=before
-        )
+        commit = api.create_commit(repo_id, operations, commit_message=message, parent_commit=before)  # fmt: skip
         if tag:
             api.create_tag(repo_id, tag=tag, revision=commit.oid)
     return Reference(repo_id, commit.oid)

@@ -82,12 +82,7 @@ def _knobs_schema() -> dict[str, Any]:
         "precision": {"enum": ["fp32", "bf16", "bf16-pure", "fp16", "fp16-pure"]},
         "kernels": {"enum": ["auto", "reference"]},
     }  # fmt: skip
-    return {
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-        "required": ["tp", "pp", "dp"],
-    }
+    return {"type": "object", "properties": properties, "additionalProperties": False, "required": ["tp", "pp", "dp"]}  # fmt: skip
 
 
 @cache

@@ -126,9 +126,7 @@ class Program:
         return "\n".join(difflib.unified_diff(*sides, name, other_name, lineterm="", n=1))
 
     def _numbers(self, config: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-        names = {
-            n for text in self._formulas() for n in arithmetic.names_in(arithmetic.parse(text))
-        }
+        names = {n for text in self._formulas() for n in arithmetic.names_in(arithmetic.parse(text))}  # fmt: skip
         for text in self.constraints:
             names |= arithmetic.names_in(arithmetic.parse_comparison(text))
         known = {n: getattr(config, n, None) for n in names - {*MESH_NUMBERS}}

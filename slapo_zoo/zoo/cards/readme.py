@@ -93,9 +93,7 @@ def _plain_loader() -> Any:
                 raise _refused(f"found values nested deeper than {MAX_DEPTH}")
             node = super().compose_node(parent, index)
             self.depth -= 1
-            keys = (
-                [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-            )
+            keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # fmt: skip
             if twice := [key for i, key in enumerate(map(str, keys)) if key in map(str, keys[:i])]:
                 raise _refused(f"found the key {twice[0]!r:.80} twice, expected once")
             return node

@@ -96,7 +96,5 @@ def strings(document: Any) -> list[str]:
 
 def canonical(document: Any) -> bytes:
     """Return a JSON document as bytes to be hashed: sorted keys, no spaces, UTF-8."""
-    text = json.dumps(
-        document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)  # fmt: skip
     return text.encode("utf-8")
