@@ -165,7 +165,10 @@ class Shard(Directive):
     def _reads_all(self, site: Site) -> str:
         """Return what, in this module or on its parameter, needs the unsharded tensor; '' for nothing."""
         module: Any = site.module
-        parent, rows = site.state.modules[site.path.rpartition(".")[0]], self.axis == 0
+        parent = site.state.modules.get(
+            site.path.rpartition(".")[0], module
+        )  # peft's own are unknown
+        rows = self.axis == 0
         own, tensor = type(module).forward, site.tensor(self.param_name)
         is_embedding, attention = isinstance(module, nn.Embedding), nn.MultiheadAttention.forward
         reads = {
