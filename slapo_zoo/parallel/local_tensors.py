@@ -105,7 +105,7 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
     padding. `placement` says along which axis and how the tensor is sharded.
     """
     axis = placement.axis
-    if tensor.is_meta:  # only its shape is of interest
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):  # only its shape is of interest
         return tensor.new_empty(placement.local_shape(tuple(tensor.shape), n, r))
     parts = [tensor.narrow(axis, a, b - a) for a, b in placement.runs(tensor.shape[axis], n, r)]
     missing = placement.local_size(tensor.shape[axis], n, r) - sum(p.shape[axis] for p in parts)

@@ -1,11 +1,13 @@
 """Pipeline runtime: run one training step, or one forward, over the stages of all pp ranks."""
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,9 @@ ROWS = "_global_rows"  # key of a micro-batch: global row indices, on the CPU
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 CHANGE_NO_SHAPE = ("cut_pipeline_stage", "checkpoint", "fork_rng")
 FOR_LOSS = "_for_loss:"  # prefix of inputs for the user's loss only
+# (key of `program_of`, dtype) --> the Schedule of a fake model, while a pipeline uses it
+_fakes: WeakValueDictionary[Any, Schedule] = WeakValueDictionary()
+_turn = threading.Lock()
 
 
 class Pipeline:
@@ -137,7 +142,13 @@ class Pipeline:
         """Return (FakeTensorMode, Schedule that holds the fake model for dry runs), remade when the dtype changes."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
-            self._fake = dtype, fake_schedule(self.schedule, self.cls)
+            program = program_of(self.schedule, self.cls, self.units, CHANGE_NO_SHAPE)
+            with _turn:  # ranks that are threads share it: half the time of their load
+                fake = _fakes.get((program, dtype)) if program is not None else None
+                if fake is None:
+                    fake = fake_schedule(self.schedule, self.cls)[1]
+                    _fakes[program, dtype] = fake
+            self._fake = dtype, (next(fake.model.parameters()).fake_mode, fake)  # type: ignore[attr-defined]
         return self._fake[1]
 
 
