@@ -128,6 +128,20 @@ def verify_here(monkeypatch):
     transformers.logging.enable_progress_bar()
 
 
+@pytest.fixture
+def forked_child(monkeypatch, tmp_path):
+    """Verifications and derivations run in processes with warm imports, and their proofs are cached for this test alone."""
+    from huggingface_hub import constants
+
+    from forked_child import ForkedChild
+    from slapo_zoo.model.load import auto_schedule
+    from slapo_zoo.verify import apart
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "proofs"))
+    for module in (apart, auto_schedule):
+        monkeypatch.setattr(module, "python_apart", ForkedChild)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """Every test starts from the same random state; a test that takes no torch pays nothing."""

@@ -174,7 +174,9 @@ def test_schedule_json_files_and_vision_models_are_refused_with_cp(tmp_path):
         assert "the loss of ViTForImageClassification is no mean over tokens" in found
 
 
-def test_schedule_card_without_random_streams_fails_verification_at_load_with_cp(tmp_path):
+def test_schedule_card_without_random_streams_fails_verification_at_load_with_cp(
+    tmp_path, forked_child
+):
     """Without random streams, two cp ranks do not draw the masks of one process."""
     config = tiny_config(GPT2)[0]
     card = with_steps(zoo_card(config, GPT2.cls, Mesh(), "tiny"), lambda s: s[1] != "fork_rng")

@@ -38,7 +38,9 @@ def test_context_parallel_training_has_the_losses_and_gradients_of_one_process(c
         for cls, (_, masks, _) in DERIVED.items() for mask in masks for way in WAYS
     ],
 )  # fmt: skip
-def test_schedule_auto_training_with_cp_has_the_losses_and_gradients_of_one_process(cls, mask, way):
+def test_schedule_auto_training_with_cp_has_the_losses_and_gradients_of_one_process(
+    cls, mask, way, forked_child
+):
     """Attention of the model goes through the attention interface of transformers, where cp replaces it."""
     case = case_of(cls)
     alone = trained(case, mask, schedule="auto")
@@ -57,7 +59,7 @@ def test_schedule_auto_training_with_cp_has_the_losses_and_gradients_of_one_proc
     ],
 )  # fmt: skip
 def test_schedule_auto_training_with_cp_and_other_mesh_dims_has_the_losses_of_one_process(
-    cls, mesh, options
+    cls, mesh, options, forked_child
 ):
     case = case_of(cls)
     alone = trained(case, "padded", schedule="auto")
