@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+FORKSERVER = pytest.StashKey()
+
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew")
@@ -31,9 +33,25 @@ def pytest_collection_modifyitems(items):
                 break
 
 
-def pytest_configure():
-    """Collect no garbage until all tests are imported."""
+def pytest_configure(config):
+    """Collect no garbage until all tests are imported; the first process of pytest-xdist announces its fork server."""
     gc.disable()
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        import shared_forkserver
+
+        config.stash[FORKSERVER] = shared_forkserver.announce()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    """Start the fork server for a whole run; in a run of a few tests each process starts one when a test asks for ranks."""
+    folder = node.config.stash.get(FORKSERVER, None)
+    if folder is not None and len(ids) > 1000:
+        import shared_forkserver
+
+        shared_forkserver.start_for_all(folder)
+        del node.config.stash[FORKSERVER]
+        node.config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_finish():

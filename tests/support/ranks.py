@@ -26,13 +26,12 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+import shared_forkserver
 from slapo_zoo.parallel.ranks.emulation import emulate
 from slapo_zoo.parallel.ranks.launch import (
     collect,
@@ -70,11 +69,8 @@ class Job:
 
 def forkserver():
     """Return the fork server whose processes have imported `warm` and `warm_saves`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm_saves", "warm"])
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
-        ensure_running()  # the server knows our PYTHONPATH, not our sys.path
-    return context
+    shared_forkserver.use()
+    return multiprocessing.get_context("forkserver")
 
 
 class RankPool:
