@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forked_script import run_script
 from pages import ROOT, blocks, clean_environment, commands, page
 
 README = page("README.md")
@@ -32,19 +33,13 @@ def execute(arguments, folder):
 @pytest.fixture(scope="module")
 def pages_server(tmp_path_factory):
     """Return a function that runs a script in its folder, in a fork with torch imported: (exit status, output)."""
-    with subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("page_server.py")],
-        env=clean_environment() | {"HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("cache"))},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as server:  # fmt: skip
+    env = clean_environment() | {"HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("cache"))}
 
-        def run(script):
-            server.stdin.write(f"{script}\n")
-            server.stdin.flush()
-            code = int(server.stdout.readline())
-            return code, script.with_suffix(".said").read_text(encoding="utf-8")
+    def run(script):
+        code, out, err = run_script(script, script.parent, env)
+        return code, out + err
 
-        yield run
+    return run
 
 
 PAGES = ["docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
