@@ -16,6 +16,7 @@ LAYOUTS = [
     ({"dp_shard": 2, "dp": 2}, (1, 1, 2)),
     ({"tp": 2, "checkpoint_ratio": 1.0, "checkpoint_policy": "sharded"}, (2, 1, 1)),
     ({"tp": 2, "checkpoint_ratio": 1.0, "checkpoint_policy": "offload"}, (2, 1, 1)),
+    ({"pp": 2, "pipeline_order": "zbv"}, (1, 2, 1)),
     ({"pp": 2, "cp": 2, "pipeline_order": "zbv"}, (1, 2, 2)),
     ({"pp": 2, "dp": 2, "dp_shard": 2, "pipeline_order": "interleaved_zero_bubble"}, (1, 2, 2)),
 ]
@@ -43,7 +44,8 @@ def kept(**layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "mesh"), [*LAYOUTS[:5], pytest.param(*LAYOUTS[5], marks=pytest.mark.slow)]
+    ("layout", "mesh"),
+    [*LAYOUTS[:5], *(pytest.param(*row, marks=pytest.mark.slow) for row in LAYOUTS[5:])],
 )
 def test_autograd_graph_of_a_forward_without_full_backward_is_freed(layout, mesh):
     for _, second, third in emulate(kept, mesh=mesh, **layout):
