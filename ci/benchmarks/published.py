@@ -70,7 +70,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     """Return tables: errors per source, samples/s and their growth over 16 devices, simulated layouts, and Aceso's
     runs.
     """
-    planner = make_planner({"n_layer": 4, "n_embd": 256, "n_head": 8} if quick else SIZE)
+    planner = make_planner({"n_layer": 2, "n_embd": 256, "n_head": 8} if quick else SIZE)
     found = {gpus: simulate(planner, gpus, quick) for gpus in PUBLISHED}
     rates: dict[str, dict[int, float]] = {
         name: {gpus: PUBLISHED[gpus][name] for gpus in PUBLISHED} for name in PUBLISHED[16]

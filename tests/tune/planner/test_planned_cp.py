@@ -162,7 +162,7 @@ def test_planner_search_chooses_cp_when_tp_pp_and_dp_cannot_shard_the_model():
 
 
 def test_planner_search_chooses_no_cp_where_dp_can_shard_the_rows():
-    found = planner_of(True).search(2, 2)
+    found = Planner(llama(num_hidden_layers=2), HARDWARE["h100"], TOKENS, "bf16").search(2, 2)
     assert found.feasible[0].layout.cp == 1
     assert any(f.layout.cp == 2 for f in found.feasible)
     named = {f.layout.checkpoint_policy for f in found.feasible if f.layout.cp > 1}
