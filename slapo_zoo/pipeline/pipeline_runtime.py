@@ -142,12 +142,11 @@ class Pipeline:
         """Return (FakeTensorMode, Schedule that holds the fake model for dry runs), remade when the dtype changes."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
-            program = program_of(self.schedule, self.cls, self.units, CHANGE_NO_SHAPE)
+            key = program_of(self.schedule, self.cls, self.units, CHANGE_NO_SHAPE), dtype
             with _turn:  # ranks that are threads share it: half the time of their load
-                fake = _fakes.get((program, dtype)) if program is not None else None
-                if fake is None:
-                    fake = fake_schedule(self.schedule, self.cls)[1]
-                    _fakes[program, dtype] = fake
+                fake = _fakes.get(key) or fake_schedule(self.schedule, self.cls)[1]
+                if key[0] is not None:
+                    _fakes[key] = fake
             self._fake = dtype, (next(fake.model.parameters()).fake_mode, fake)  # type: ignore[attr-defined]
         return self._fake[1]
 
