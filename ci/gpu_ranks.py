@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from gpu_models import batch_of, config_of, device
 
-CASES = ("masks:bits", "ranks:group", "ranks:tp2", "ranks:pp2", "ranks:dp2", "load:files")
-LAYOUTS = {"group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "zero2": {"dp": 2, "dp_shard": 2},
+    "offload": {"checkpoint_ratio": 1.0, "checkpoint_policy": "offload"},
+}  # fmt: skip
+CASES = ("masks:bits", *(f"ranks:{name}" for name in LAYOUTS), "load:files")
 CLOSE = 1e-4  # relative tolerance of a loss in fp32 with dropout: masks are equal, the order of sums is not
 
 
@@ -58,7 +61,7 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     from slapo_zoo.parallel.ranks.launch import run_local
 
     layout = LAYOUTS[what]
-    nprocs = max([1, *layout.values()])
+    nprocs = max(layout.get(mesh_dim, 1) for mesh_dim in ("tp", "pp", "dp"))
     wanted = train({})
     # nccl if every rank has a device of its own; else gloo, which carries CUDA tensors
     each = run_local(train, nprocs, (layout,), timeout=100, start="spawn", threads=1)
@@ -70,20 +73,21 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     return {"error": max(found)}
 
 
-def train(layout: dict[str, int]) -> list[float]:
+def train(layout: dict[str, Any]) -> list[float]:
     """Train GPT-2 and BERT for three steps each on this rank, and return the losses."""
     return [
         loss for family in ("GPT2LMHeadModel", "BertForMaskedLM") for loss in _train(family, layout)
     ]
 
 
-def _train(family: str, layout: dict[str, int]) -> list[float]:
+def _train(family: str, layout: dict[str, Any]) -> list[float]:
     from slapo_zoo import AutoScheduledModel
 
     torch.manual_seed(0)
     config = config_of(family, tiny=True, dropout="default")
     model: Any = AutoScheduledModel.from_config(config, seed=0, device=device(), **layout)
     model.train()
+    model.schedule.state.offloads.notes = []  # then small activations are offloaded too
     batch = batch_of(config, 4, 12)
     dp, at = model.mesh.dp, model.mesh.coord("dp")
     mine = {name: x[at * 4 // dp : (at + 1) * 4 // dp] for name, x in batch.items()}
