@@ -189,7 +189,7 @@ class GlobalMeans(TorchFunctionMode):
         found, counted = int((y != ignored).sum()), int(self.expected[k])
         if found != counted:
             problem = f"the loss compares {found} targets of a micro-batch whose labels have {counted} other than {IGNORED}"
-            hint = f"set labels to {IGNORED} wherever the loss ignores them (at padding), or pass micro_batches=1 and use dp=1"
+            hint = f"set labels to {IGNORED} wherever the loss ignores them (at padding; for segmentation load with semantic_loss_ignore_index={IGNORED} too), or pass micro_batches=1 and use dp=1"
             raise MeshError("train_step", "the model's loss", problem, hint)
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
