@@ -2,11 +2,18 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+from transformers import (
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    ResNetConfig,
+    ResNetForImageClassification,
+    SiglipVisionConfig,
+)
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.model.step.input_errors import InputError
-from slapo_zoo.verify.derive import Search
+from slapo_zoo.verify.derive import Search, derive
 from slapo_zoo.verify.tiny_case import tiny_case
 
 IMAGE = 90
@@ -69,3 +76,8 @@ def test_derivation_that_leaves_a_group_unsharded_may_still_split_the_batch():
     search._probe = lambda make, sizes: "" if "experts" in search.left_whole else "wrong"
     assert next(make for make in search._attempts() if not search._probe(make, search.sizes))
     assert (search.undivided, list(search.left_whole)) == (False, ["experts"])
+
+
+def test_derived_table_of_batch_norms_has_the_loss_of_one_process_over_data_parallel_ranks():
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    assert derive(config, ResNetForImageClassification, (1, 1, 2)).table.batch_statistics

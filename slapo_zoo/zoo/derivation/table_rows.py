@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, ForkRng, Shard
+from slapo_zoo.language.primitives.sync_batch_norm import SyncBatchNorm
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.zoo.derivation.observe import Observation, linear_axis
 from slapo_zoo.zoo.derivation.stacks import find_stacks, order_of, star
@@ -31,6 +32,7 @@ from slapo_zoo.zoo.table import Table, base_prefix
 LEAST_SHARE = 1e-3  # share of all parameters; a smaller module is not worth a collective
 # beside linears, modules whose output can be divided by channels
 CONVOLUTIONS = (nn.Conv2d, nn.Conv1d)
+synced: Rule = (SyncBatchNorm(),)
 
 
 @dataclass
@@ -136,7 +138,8 @@ def derive_table(
     groups = [group for group in groups if only is None or group.name in only]
     rows = [row for group in groups for row in group.rows]
     named = {pattern for pattern, _ in rows}
-    rows += [(pattern, whole) for pattern in modules.patterns if pattern not in named]
+    rest = {p: alike[0] for p, alike in modules.patterns.items() if p not in named}
+    rows += [(p, synced if type(m) is nn.BatchNorm2d and m.momentum else whole) for p, m in rest.items()]  # fmt: skip
     prefix = base_prefix(model)
     stacks = [found for found in find_stacks(model, seen) if stack in ("", found)]
     parts = tuple(parts_of_blocks(model, stacks)) if tokens else ()
@@ -317,11 +320,8 @@ def _experts(module: nn.Module) -> Rule:
         return whole
     count = getattr(module, "num_experts", None)
     own = {name: p for name, p in module._parameters.items() if p is not None}
-    if (
-        not isinstance(count, int)
-        or count < 2
-        or any(p.ndim < 2 or p.shape[0] != count for p in own.values())
-    ):
+    odd = any(p.ndim < 2 or p.shape[0] != count for p in own.values())
+    if not isinstance(count, int) or count < 2 or odd:
         return whole
     if any(True for _ in module.children() if any(True for _ in _.parameters())):
         return whole
