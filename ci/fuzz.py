@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GPT2Config
@@ -109,7 +110,7 @@ def mutated(data: bytes, corpus: list[bytes], draw: random.Random) -> bytes:
     return bytes(found[: 2**17])
 
 
-def places_in(value: object) -> list[tuple[dict | list, object]]:
+def places_in(value: Any) -> list[tuple[Any, Any]]:
     """Return (container, key or index) of every value inside a JSON value."""
     if not isinstance(value, dict | list):
         return []

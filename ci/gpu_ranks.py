@@ -107,8 +107,11 @@ def load(what: str, out: Path, fake: bool) -> dict[str, Any]:
     from slapo_zoo import AutoScheduledModel
     from slapo_zoo.model.checkpoints.training_checkpoint import async_save_checkpoint
 
-    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101} if fake else {"n_embd": 1600, "n_head": 25, "n_layer": 24}  # fmt: skip
-    config = GPT2Config(**sizes, n_positions=1024, architectures=["GPT2LMHeadModel"])
+    width, heads, blocks, words = (32, 4, 2, 101) if fake else (1600, 25, 24, 50257)
+    config = GPT2Config(
+        n_embd=width, n_head=heads, n_layer=blocks, vocab_size=words, n_positions=1024,
+        architectures=["GPT2LMHeadModel"],
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(dir=out) as folder:
         model: Any = AutoScheduledModel.from_config(config, seed=0, device=device())
         model.save_pretrained(folder)

@@ -104,6 +104,7 @@ def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome
                 found.problem = "" if case.truth.grads else "no loss"
             except Exception as error:
                 found.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+                continue
             if not found.problem:
                 _try_layouts(found, case, config, layouts)
                 break
@@ -180,8 +181,10 @@ def _make_once() -> None:
 
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    few = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = transformers.BertModel(transformers.BertConfig(**few, intermediate_size=8))
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    model = transformers.BertModel(config)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-coverage-") as scratch:
         model.save_pretrained(
             scratch

@@ -78,12 +78,14 @@ def korthikanti() -> Iterator[Run]:
     for blocks, width, heads, pp, rows, per, virtual, times, sizes in KORTHIKANTI:
         size, order = Size(width, blocks, heads, 2048, 51200), "interleaved_1f1b"
         order = order if virtual > 1 else "1f1b"
-        at: Any = (8, pp, 1, per, rows // per, order, virtual)
+        layout = Layout(8, pp, 1, per, rows // per, order, virtual)
+        whole = replace(layout, checkpoint_ratio=1.0)
         fixed, nothing, selective = sizes
         source = "Korthikanti et al. 2022"
-        yield Run(source, size, Layout(*at, 1.0), times[0])
-        yield Run(source, size, Layout(*at, 1.0, "attention", True), times[1], fixed + selective)
-        yield Run(source, size, Layout(*at), 0.0, fixed + nothing)
+        yield Run(source, size, whole, times[0])
+        only = replace(whole, checkpoint_policy="attention", sequence_parallel=True)
+        yield Run(source, size, only, times[1], fixed + selective)
+        yield Run(source, size, layout, 0.0, fixed + nothing)
 
 
 MEGATRON = (  # width, blocks, heads, tp, pp, devices, rows, TFLOP/s of a device
