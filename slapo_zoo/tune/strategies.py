@@ -257,7 +257,7 @@ class Model:
 
 def _in_a_row(known: Known) -> int:
     """Return how many measurements at the end of `known` (in order) ran out of memory, one directly after another."""
-    last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
+    last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed([*known.values()])]
     return next((i for i, failed in enumerate(last) if not failed), len(last))
 
 

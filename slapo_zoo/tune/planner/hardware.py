@@ -67,15 +67,13 @@ class Hardware:
 
     def __post_init__(self) -> None:
         """Raise SlapoError for a figure that is no number, infinite, negative, or 0 where the planner divides by it."""
-        rates = self.matmul if isinstance(self.matmul, Mapping) and self.matmul else {"of a dtype": None}  # fmt: skip
+        rates = self.matmul if isinstance(self.matmul, Mapping) else {}
         figures = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, float)}
-        for name, value in (
-            *figures.items(),
-            *((f"matmul {dtype}", v) for dtype, v in rates.items()),
-        ):
+        figures |= {f"matmul {dtype}": v for dtype, v in (rates or {"of a dtype": None}).items()}
+        for name, value in figures.items():
             divides = name in DIVISORS or name.startswith("matmul")
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            if not is_number or value < 0 or (divides and value == 0):
+            fits = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            if not fits or (divides and value == 0):
                 problem = f"found {value!r}, expected a number {'above 0' if divides else 'of at least 0'}"
                 hint = "write a profile with `slapo-zoo calibrate FILE`, and change its figures"
                 raise SlapoError("plan", f"hardware: {name}", problem, hint)

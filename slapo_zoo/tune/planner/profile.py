@@ -48,7 +48,9 @@ class Work(NamedTuple):
 
     def plus(self, other: "Work") -> "Work":
         """Return the sum of this work and `other`, field by field, for work that runs one after the other."""
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+        return Work(
+            self.products + other.products, *map(sum, zip(self[1:], other[1:], strict=True))
+        )
 
     def times(self, factor: float) -> "Work":
         """Return this work for `factor` times as many tokens: every amount is multiplied by `factor`."""
@@ -103,7 +105,8 @@ class Use(NamedTuple):
         """Return the cost for `factor` times as many tokens, if all costs grow in proportion."""
         if factor == 1:
             return self
-        return Use(*(x.times(factor) if isinstance(x, Work) else factor * x for x in self))
+        forward, backward, attention = (work.times(factor) for work in self[:3])
+        return Use(forward, backward, attention, *(factor * x for x in self[3:]))
 
 
 @dataclass(frozen=True)

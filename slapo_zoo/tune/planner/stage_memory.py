@@ -91,10 +91,10 @@ def stage_memory(
     blocks = [size for unit, size in zip(units, own, strict=True) if unit.is_block]
     sizes = sum(own), largest, max(blocks, default=0), sum(blocks)
     total, largest, widest, inside = (n // profile.itemsize for n in sizes)
+    first, last = (n // profile.itemsize for n in _around(units, shared))
     return StageMemory(
         total, largest, widest, below, peak - below, growing, received, sent, total - inside,
-        max(inner - below, 0.0), *(n // profile.itemsize for n in _around(units, shared)),
-        min(away[0], received) * (uses[0].before < away[0]),
+        max(inner - below, 0.0), first, last, min(away[0], received) * (uses[0].before < away[0]),
     )  # fmt: skip
 
 
