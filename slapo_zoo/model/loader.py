@@ -82,7 +82,7 @@ class Assembly(Outline):
 
     def require_attention(self) -> None:
         """Raise SlapoError if `attention=` names a backend that the model's family or the device does not support."""
-        name, device = self.options.attention, torch.device(self.options.device)
+        name, device = self.options.attention, self.options.place
         if name is not None:
             found = self.table.tunable.get("attention", ())
             dtype = self.state.compute_dtype or next(self.model.parameters()).dtype
@@ -95,14 +95,13 @@ class Assembly(Outline):
         """
         return fill_from_folder(
             self.model, lambda: self.skeleton, self.plan, checkpoint,
-            torch.device(self.options.device), self.units, self.seed, self.keys, load, self.shards,
+            self.options.place, self.units, self.seed, self.keys, load, self.shards,
         )  # fmt: skip
 
     def new_weights(self) -> Ledger:
         """Fill the model with new random weights, equal on every mesh; return a record of bytes and seconds."""
-        place = torch.device(self.options.device)
         return fill_from_config(
-            self.model, lambda: self.skeleton, self.plan, place, self.units, self.seed, self.shards,
+            self.model, lambda: self.skeleton, self.plan, self.options.place, self.units, self.seed, self.shards,
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
@@ -171,12 +170,13 @@ def _take_generation_config(model: Any, folder: Path | None) -> None:
     """
     from transformers import GenerationConfig
 
-    names = ("generation_config.json", "config.json") if model.can_generate() and folder else ()
-    for name in names:
-        file = Path(folder or "") / name
+    if folder is None or not model.can_generate():
+        return
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
         if not file.exists():
             continue
-        kind = {"_from_model_config": True} if name == "config.json" else {}
+        kind: dict[str, Any] = {"_from_model_config": True} if name == "config.json" else {}
         try:
             found = GenerationConfig.from_pretrained(folder, name, **kind)
         except (OSError, TypeError, ValueError) as error:
@@ -252,7 +252,7 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
     with rank_guard(step):
         check_knobs(step, options)
         options = replace(options, device=pick_device(options.device))
-        check_precision(options.precision, options.dtype, options.device, options.target)
+        check_precision(options.precision, options.dtype, options.place, options.target)
         asked = options.target, options.target_options, options.zero_stage
         check_dp_shard(mesh, options.dp_shard, *asked)
         yield mesh, check_cp(step, mesh, options)

@@ -28,7 +28,7 @@ DEFAULT = BuildOptions()
 TRAINED_ACTIVATIONS = ("PReLU", "XIELUActivation")  # the classes with parameters
 DRAWS = re.compile("layerdrop|jitter")  # attributes
 # of every family: chunks of a rank's tokens would be others than those of the row
-NEEDS = (("chunk_size_feed_forward", 0, "sp"), ("chunk_size_feed_forward", 0, "cp"))
+NEEDS: tuple[tuple[Any, ...], ...] = (("chunk_size_feed_forward", 0, "sp"), ("chunk_size_feed_forward", 0, "cp"))  # fmt: skip
 KEEP, RECOMPUTE = "keep", "recompute"
 
 
@@ -87,7 +87,7 @@ def apply_table(
     if divided:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [*_drawing_rows(sch), ("**:Dropout", dropout)])
-    device = device_name(options.device)
+    device = device_name(options.place)
     apply_kernels(sch, options.kernels, device, options.attention, tuned_kernels)
     for block, policy in zip(blocks, block_policies(len(blocks), options), strict=True):
         if policy != KEEP:
@@ -115,10 +115,8 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
         found = getattr(config, name, needed)
         if found == needed or not applies:
             continue
-        what, problem = (
-            f"config field {name} of {table.model_type}",
-            f"found {found!r}, expected {needed!r}",
-        )
+        what = f"config field {name} of {table.model_type}"
+        problem = f"found {found!r}, expected {needed!r}"
         problem += beside.get(only, only and f" with {only}")
         hint = f"pass {name}={needed!r}, or {hints.get(only, 'use tp=1')}"
         raise ArchitectureError("from_pretrained", what, problem, hint)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
         init_distributed()
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return Mesh(**mesh_sizes(world, sizes), rank=rank)
+    return replace(Mesh(), **mesh_sizes(world, sizes), rank=rank)
 
 
 def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
@@ -45,7 +46,8 @@ def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
 
     MeshError is raised if the product of the sizes is not `world`.
     """
-    fixed = Mesh(**{name: 1 if size is None else size for name, size in sizes.items()}).world_size
+    given = {name: 1 if size is None else size for name, size in sizes.items()}
+    fixed = replace(Mesh(), **given).world_size
     found = {n: max(world // fixed, 1) if size is None else size for n, size in sizes.items()}
     if prod(found.values()) != world:
         used = {name: size for name, size in found.items() if name in ALWAYS or size > 1}

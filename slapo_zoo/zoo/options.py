@@ -7,7 +7,7 @@ have the names and defaults of these fields; tests/zoo/test_loader_options.py co
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -135,11 +135,11 @@ class BuildOptions:
         schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules,
             a card (published schedule), a .json of `Schedule.to_json`, a Schedule or its steps, a function used instead
             of the family's rules, or `extend(function)`, which is applied after the family's rules.
-        device: device for which kernels="auto" chooses.
+        device: device of the model, for which kernels="auto" chooses; None takes the CPU, and for a load this rank's GPU.
     """
 
     schedule: Any = "zoo"
-    device: torch.device | str | None = "cpu"
+    device: torch.device | str | None = None
     # fmt: off
     sequence_parallel: bool = _knob(False, "tp ranks shard the tokens too", "True or False", _flag, (False, True))
     pipeline_order: str = _knob("1f1b", "how stages interleave micro-batches", "a name", _name, ("1f1b", "gpipe", "interleaved_1f1b"))
@@ -158,9 +158,14 @@ class BuildOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", precision_name(self.precision))
 
-    def but(self, **changes: Any) -> "BuildOptions":
+    def but(self, **changes: Any) -> Self:
         """Return a copy of these options in which the given fields are changed."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def place(self) -> torch.device:
+        """Return the device of the model: `device`, which a load sets before it builds the model; the CPU if it is None."""
+        return torch.device(self.device or "cpu")
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -189,7 +194,6 @@ class LoaderOptions(BuildOptions):
     kernels: Any = dataclasses.field(
         default="auto", metadata=BuildOptions.__dataclass_fields__["kernels"].metadata
     )
-    device: torch.device | str | None = None
     auto_class: Any = None
     exact: bool | Mapping[str, int] = False
     activation_memory: int | str | None = None

@@ -72,11 +72,9 @@ class Outline:
             self.state.cp_attention = options.cp_attention
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         if kind in FROM_TABLE:
-            is_auto = options.kernels == "auto"
+            computes = options.compute_dtype or dtype
             tuned = (
-                tuned_knobs(config, options.compute_dtype or dtype, options.device)
-                if is_auto
-                else {}
+                tuned_knobs(config, computes, options.place) if options.kernels == "auto" else {}
             )
             own = options.attention or tuned.get("attention")
             stages = self.places.num_stages

@@ -222,9 +222,9 @@ def within_budget(
         SlapoError: no choice of policies fits the budget, or the budget contradicts another argument.
     """
     asked = options.activation_memory
-    if asked is None:
-        return options
     budget = parse_size(asked, "activation_memory")
+    if budget is None:
+        return options
     where, what = "from_pretrained", f"activation_memory={asked!r}"
     if options.checkpoint_ratio or options.checkpoint_policy:
         problem = "found checkpoint_ratio= or checkpoint_policy= too, but activation_memory= chooses the recomputation"

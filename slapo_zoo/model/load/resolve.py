@@ -17,7 +17,7 @@ from slapo_zoo.zoo.cards.resolve_card import (
     python_schedule,
 )
 from slapo_zoo.zoo.kernels_for_modules import apply_kernels, device_name
-from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.options import BuildOptions, LoaderOptions
 from slapo_zoo.zoo.schedule_source import CardProgram, find_table, kind_of
 from slapo_zoo.zoo.table import Table, families
 
@@ -32,8 +32,8 @@ class Trust(NamedTuple):
 
 
 def resolve_schedule(
-    options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
-) -> BuildOptions:
+    options: LoaderOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
+) -> LoaderOptions:
     """Return the loader's options with a `schedule` that can be applied: a card becomes its directives or its function.
 
     "auto" becomes a table of sharding rules that was proven on a tiny model. Other kinds of schedules stay unchanged.
@@ -79,7 +79,7 @@ def _of_file(
         # a card lists no kernels that "auto" chose on its author's device: "auto" chooses on this one
         sch.replay(steps[:late])
         if options.kernels == "auto":
-            apply_kernels(sch, "auto", device_name(options.device))
+            apply_kernels(sch, "auto", device_name(options.place))
         sch.replay(steps[late:])
 
     return CardProgram(program, table)

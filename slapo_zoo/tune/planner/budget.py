@@ -45,7 +45,7 @@ def policies_within(
         sequence_parallel=options.sequence_parallel, zero_stage=options.zero_stage,
     )  # fmt: skip
     precision = options.precision or precision_of(str(dtype))
-    planner = Planner(config, hardware_of(options.device), tokens, precision, "eager", auto_class)
+    planner = Planner(config, hardware_of(options.place), tokens, precision, "eager", auto_class)
     chosen, least = choose(planner, layout, budget)
     if chosen is None:
         problem = f"activations need at least {human(least)} per rank, even with full recomputation"
