@@ -25,7 +25,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.process_group import join_group
-from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
+from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads, cpu_generator
 from slapo_zoo.parallel.thread_sums import Meetings
 
 BUILDING = threading.RLock()  # torch's default dtype and transformers' patches are global
@@ -92,10 +92,10 @@ class HostedRanks:
         Raises:
             Exception: the error of the first rank that failed, with its traceback as the cause.
         """
-        own: Any = torch.random.default_generator  # the caller's; all ranks start from its state
+        own = cpu_generator()  # the caller's; all ranks start from its state
 
         def call(rank: int, *given: Any) -> Any:
-            own_of_rank: Any = torch.random.default_generator
+            own_of_rank = cpu_generator()
             own_of_rank.mark = mark
             found = function(rank, *given)
             marks[rank] = own_of_rank.mark
@@ -280,17 +280,18 @@ def _loads_in_turn() -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
+    patched: Any = PreTrainedModel
     original = PreTrainedModel.__dict__["from_pretrained"]
 
     def in_turn(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with BUILDING:
             return original.__func__(cls, *args, **kwargs)
 
-    PreTrainedModel.from_pretrained = classmethod(in_turn)
+    patched.from_pretrained = classmethod(in_turn)
     try:
         yield
     finally:
-        PreTrainedModel.from_pretrained = original
+        patched.from_pretrained = original
 
 
 def _allow_files(pairs: int) -> None:

@@ -57,7 +57,7 @@ class Heart:
                     self.store.set(_key("begun", self.rank), json.dumps(told := counts))
                     self.store.set(_key("line", self.rank), "")
                     moved, line = count, None
-                elif count >= moved + STILL and self.begun.line != line:
+                elif count >= moved + STILL and self.begun.line and self.begun.line != line:
                     file, number = line = self.begun.line
                     self.store.set(_key("line", self.rank), f"{Path(file).name}:{number}")
                 if not self.error and self.store.check([ERROR_KEY]):
@@ -180,7 +180,7 @@ def _start(world: Any) -> Heart | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     with suppress(RuntimeError, AttributeError, NotImplementedError):
-        store = _get_default_store().clone()
+        store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
         heart = Heart(store, dist.get_rank(), dist.get_world_size(), of_world())
         finalize(world, heart.leave)
         return heart

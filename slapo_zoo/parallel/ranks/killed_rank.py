@@ -173,7 +173,7 @@ def _linger() -> None:
 
 def _of_one_process(store: Any) -> bool:
     """Return True if `store`, of a process group, is a HashStore: then the ranks are threads of this process."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
         store = store.underlying_store
     return isinstance(store, dist.HashStore)  # pyright: ignore[reportPrivateImportUsage]
 

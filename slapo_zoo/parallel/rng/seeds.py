@@ -38,7 +38,7 @@ def seeded(seed: int, devices: Sequence[int] = ()) -> Iterator[None]:
     they continue from their states before. Generators of other GPUs do not change.
     """
     with torch.random.fork_rng(devices, device_type="cuda"):
-        torch.random.default_generator.manual_seed(seed)
+        cpu_generator().manual_seed(seed)
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(seed)
         yield
@@ -125,16 +125,21 @@ class GeneratorOfThreads(threading.local):
         return getattr(self.own, name)
 
 
+def cpu_generator() -> Any:
+    """Return the CPU generator from which the functions of torch.random draw: a GeneratorOfThreads if ranks are emulated."""
+    return torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
+
+
 def mark_of_generator() -> int:
     """Return a number that identifies the current state of torch's CPU generator; equal states have equal numbers."""
-    own: Any = torch.random.default_generator
+    own = cpu_generator()
     is_shared = isinstance(own, GeneratorOfThreads)
     return own.mark if is_shared else hash(own.get_state().numpy().tobytes())
 
 
 def advance_generator() -> None:
     """Advance torch's CPU generator by one draw."""
-    generator: Any = torch.random.default_generator
+    generator = cpu_generator()
     if isinstance(generator, GeneratorOfThreads):
         generator.mark = hash((generator.mark, "drawn"))
     else:

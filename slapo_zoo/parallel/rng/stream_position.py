@@ -135,7 +135,7 @@ class StreamPosition:
             self._go(*before)
 
     def _go(self, place: Position, is_open: bool, start: int | None = None) -> None:
-        found = dict(zip(("step", "first_row", "num_rows"), place, strict=True))
+        found: dict[str, Any] = dict(zip(("step", "first_row", "num_rows"), place, strict=True))
         self.__dict__.update(found, is_open=is_open, _start=start)
         self._moved()
 
