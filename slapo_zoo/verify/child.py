@@ -120,20 +120,16 @@ def _of_program(
 
     `arguments` are keyword arguments of `core.verify`; `table` has the sharding rules for cp > 1, None: the family's.
     """
-    mesh, sizes, steps = arguments["mesh"], _sizes(program, arguments), None
+    mesh, sizes, steps, kind = arguments["mesh"], _sizes(program, arguments), None, "given"
     if quick:
         fixed = any(text.isdigit() for text in program.numbers.values())
         small = tiny_like(config, Mesh(*mesh), None, keep_head_size=fixed)
         small.architectures = [program.model_class]
         with suppress(SlapoError):
             steps = program.resolve(small, sizes)
-    if (
-        steps is None
-        and quick
-        and hf.count_parameters(config, program.model_class) > MANY_PARAMETERS
-    ):
-        return None
-    config, kind = (config, "given") if steps is None else (small, "shrunken")
+            config, kind = small, "shrunken"
+        if steps is None and hf.count_parameters(config, program.model_class) > MANY_PARAMETERS:
+            return None
     steps = program.resolve(config, sizes) if steps is None else steps
     check_steps(steps, sizes["cp"], arguments.get("cp_attention", WAYS[0]))
     schedule: Any = steps

@@ -362,5 +362,5 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     """Return a tensor with the data of `values` and the class and attributes of `tensor` (a Parameter if it is one)."""
     found = like(tensor, values)
     if isinstance(tensor, nn.Parameter):
-        found.__dict__.update(tensor.__dict__)
+        vars(found).update(vars(tensor))
     return found

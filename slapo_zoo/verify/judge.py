@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from slapo_zoo.verify.kinks import drop_kinks
 from slapo_zoo.verify.safe import agreed_collectives, counted, silence
 from slapo_zoo.zoo.options import LoaderOptions
 
+T = TypeVar("T")
 TIMEOUT_S = 60.0
 MORE = range(8)  # seeds of more plain runs, made if a value is further off than the first run
 # tolerance of a model that runs in the dtype of its truth. Norms and rotary tables are float32 in any model; a
@@ -290,7 +291,7 @@ def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
     return float(model.train_step(_part(model, trial, whole), micro_batches=parts))
 
 
-def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> list[RankResult]:
+def on_mesh(run: Callable[..., T], trial: Trial, *arguments: Any) -> list[T]:
     """Call `run(trial, *arguments)` on every rank; return all results. A trial is a test case, a schedule and a mesh.
 
     The ranks are those of the process group; if there is none, threads of this process.
@@ -344,7 +345,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, eps=EPS)
 
 
-def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
+def shaken(model: Any, seed: int | None) -> Any:
     """Add noise of about one unit in the last place to every parameter, in place; return the model.
 
     The results then differ from those without noise by as much as rounding alone can. `seed` None adds no noise.

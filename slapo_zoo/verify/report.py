@@ -47,7 +47,7 @@ class Report:
 
     @staticmethod
     def of(
-        cls: type, mesh: Mesh, found: Comparison, divergence: Divergence | None, schedule: Any,
+        model: type, mesh: Mesh, found: Comparison, divergence: Divergence | None, schedule: Any,
         error: str | None, seed: int, seconds: float = 0.0,
     ) -> "Report":  # fmt: skip
         """Make the report of a comparison `found`. `divergence` is the first module that differs, `schedule` has the
@@ -56,7 +56,7 @@ class Report:
         suspects = divergence.suspects if divergence and schedule else ()
         directives = directives_at(schedule, suspects)
         return Report(
-            cls.__name__, mesh.sizes, "given", figures(found), found.findings, divergence, directives,
+            model.__name__, mesh.sizes, "given", figures(found), found.findings, divergence, directives,
             error, seed, seconds, software(),
         )  # fmt: skip
 

@@ -169,7 +169,7 @@ def damaged_tensors(
             yield WeightsError(str(folder.path / name), f"tensor {key!r}", problem, FETCH_AGAIN)
             continue
         view = folder.view(key).reshape(-1).view(torch.uint8)
-        found = zlib.crc32(view.numpy()) if view.numel() else 0
+        found = zlib.crc32(view.numpy().data) if view.numel() else 0
         if found != crc:
             yield _differs(folder.path / name, f"tensor {key!r}", found, crc)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 NUMBER = "{}"  # in names of pieces: index on axis 0; in whole keys: any number
 ANY = "*"  # in a substring of a file's key: any layer number; saved as `*` (ESM-2)
+S = TypeVar("S", bound=TensorSpec)
 WHOLE = "^"  # prefix of both sides of a rename of whole keys
 
 
@@ -38,7 +40,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(Generic[S]):
     """One of the file tensors that make up a model tensor: part `part` of axis 1 at index `number` of axis 0.
 
     Args:
@@ -47,7 +49,7 @@ class Piece:
         part: index among the equal parts.
     """
 
-    spec: TensorSpec
+    spec: S
     number: int | None
     part: int
 
@@ -116,9 +118,7 @@ class KeyMap:
         """Return specs (file key, shape, placement) of what files store for the model's tensors `specs`: tensors or pieces."""
         return self.renamed(self.read_specs(specs))
 
-    def read_specs(
-        self, specs: Sequence[TensorSpec], found: Collection[str] = ()
-    ) -> list[TensorSpec]:
+    def read_specs(self, specs: Sequence[S], found: Collection[str] = ()) -> list[S]:
         """Return specs of tensors to read, named as in the model: one per tensor, or per piece if files store pieces.
 
         Args:
@@ -127,11 +127,11 @@ class KeyMap:
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
-    def _parts(self, spec: TensorSpec, found: Collection[str]) -> list[TensorSpec]:
+    def _parts(self, spec: S, found: Collection[str]) -> list[S]:
         pieces = [] if _holds(found, spec.name) else list(self.pieces_of(spec))
         return [piece.spec for piece in pieces] or [spec]
 
-    def pieces_of(self, spec: TensorSpec) -> Iterator[Piece]:
+    def pieces_of(self, spec: S) -> Iterator[Piece[S]]:
         """Yield the pieces in which files store the tensor of `spec`; yield nothing if they store this tensor as one."""
         for rule in self.pieces:
             if not spec.name.endswith(rule.tensor):
@@ -195,7 +195,7 @@ def _numbered(pattern: str) -> re.Pattern[str]:
     return re.compile(r"(\d+)".join(map(re.escape, pattern[1:].split(NUMBER))))
 
 
-def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piece]:
+def _parts_of_axis_0(spec: S, stem: str, rule: Pieces) -> Iterator[Piece[S]]:
     if spec.placement is not None:
         problem = f"files hold this parameter in {len(rule.names)} tensors, so it cannot be sharded"
         raise WeightsError("load or save", spec.name, problem, "do not shard this parameter")

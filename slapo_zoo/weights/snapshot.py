@@ -80,6 +80,7 @@ def read_by_all(
         close: closes the result of a `read`.
     """
     mine: list[T] = []
+    found: list[str] = []
 
     def once() -> str:
         mine[:] = [read_whole(folder, read, close)]

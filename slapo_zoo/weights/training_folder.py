@@ -56,8 +56,10 @@ class TrainingFolder(AbstractContextManager["TrainingFolder"]):
             part: index of the group of tensors that this caller checks, when ranks share the work.
             parts: number of groups.
         """
-        for folder in self.folders if self.kept is not None else ():
-            for damage in damaged_tensors(folder, self.kept, part, parts):
+        if (kept := self.kept) is None:
+            return
+        for folder in self.folders:
+            for damage in damaged_tensors(folder, kept, part, parts):
                 raise damage
 
     def close(self) -> None:

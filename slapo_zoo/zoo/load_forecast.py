@@ -11,7 +11,7 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
+from slapo_zoo.parallel.placement import Placement, Run
 from slapo_zoo.parallel.rank_plan import TensorPlan
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.names import match_names
@@ -133,7 +133,7 @@ def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[
     }
 
 
-def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Source]) -> None:
+def _check_shapes(place: str, specs: dict[str, TensorPlan], found: dict[str, Source]) -> None:
     wrong = [name for name, source in found.items() if source.shape != specs[name].shape]
     if wrong:
         name = wrong[0]

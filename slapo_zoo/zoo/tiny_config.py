@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from slapo_zoo.parallel.mesh import Mesh
 
@@ -369,7 +369,7 @@ def _width(name: str) -> bool:
     return bool(WIDTH.search(name)) and not NO_WIDTH.search(name)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[list[int] | tuple[int, ...]]:
     return isinstance(value, list | tuple) and bool(value) and all(type(n) is int for n in value)
 
 

@@ -246,8 +246,8 @@ def _chains(modules: Modules) -> Iterator[Group]:
         chain = (*makers, taker)
         if len(kinds) > 1 or len(set(chain)) < len(chain) or not all(map(modules.shardable, chain)):
             continue
-        axes = [linear_axis(modules.patterns[name][0]) for name in chain]
-        width = modules.patterns[makers[0]][0].weight.shape[axes[0]]
+        axes = [a for n in chain if (a := linear_axis(modules.patterns[n][0])) is not None]  # all
+        width = modules.patterns[makers[0]][0].get_parameter("weight").shape[axes[0]]
         rows = [(n, (*enter_once, *column(axis))) for n, axis in zip(makers, axes, strict=False)]
         rows.append((taker, row(1 - axes[-1], tokens=-1)))
         rows += [
