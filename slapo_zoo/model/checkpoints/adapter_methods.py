@@ -7,7 +7,6 @@ from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints import adapters
-from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights.adapter_files import CONFIG, save_adapter_files
 
@@ -16,7 +15,6 @@ class Adapts:
     """Mixin with the adapter methods that a transformers class has, for a model whose layers are sharded."""
 
     _slapo: Any
-    mesh: Mesh
     _adds_adapter = False
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
@@ -120,8 +118,9 @@ class Adapts:
 
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
-        if not self._adds_adapter and self.mesh.world_size > 1:
-            problem = f"peft cannot shard an adapter over the model's {self.mesh.world_size} ranks"
+        ranks = self._slapo.schedule.mesh.world_size
+        if not self._adds_adapter and ranks > 1:
+            problem = f"peft cannot shard an adapter over the model's {ranks} ranks"
             hint = "load the model again and call model.add_adapter(config), not get_peft_model"
             raise SlapoError("peft", "get_peft_model", problem, hint)
         self._slapo.peft_config = value

@@ -101,7 +101,7 @@ def add_adapter(
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
     """Call `inject`, which inserts peft's layers; SlapoError on all ranks if a stage has no target module of LoRA."""
-    from peft.tuners.tuners_utils import NoMatchingPeftModuleError
+    from peft.utils.error import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
         try:

@@ -59,9 +59,9 @@ def load_checkpoint(
             together(model.mesh, LOAD, load.prepare)
             together(model.mesh, LOAD, load.finish)
     state, mesh = load.opened.state, model.mesh
-    found = [tuple(of_dp_ranks(state, name)) for name in OF_COPY]
+    positions, extras = (tuple(of_dp_ranks(state, name)) for name in OF_COPY)
     copy = mesh.coord("dp") if state["mesh"]["dp"] == mesh.dp else None
-    return Resumed(state["step"], *found, copy)
+    return Resumed(state["step"], positions, extras, copy)
 
 
 class _Load:

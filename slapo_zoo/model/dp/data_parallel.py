@@ -92,7 +92,7 @@ class DataParallel:
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
-            return pipeline_step(pipeline, *step, before_last)
+            return pipeline_step(pipeline, *step, before_last=before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward of the step.

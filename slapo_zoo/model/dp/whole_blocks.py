@@ -38,7 +38,7 @@ class Saved(Kept):
 
     block: "Block"
     place: tuple[int, int]
-    layout: tuple[Any, Any, int]
+    layout: tuple[Any, Any, int | torch.SymInt]
 
     def again(self) -> Tensor:
         """Return the saved tensor; the block's parameters are gathered again if they were released."""

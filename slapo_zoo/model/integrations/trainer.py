@@ -188,7 +188,8 @@ class ScheduledTrainer(Trainer):
     def _unscale(self) -> None:
         """Divide the gradients of the user's own loss by the fp16 loss scale, before anything reads them."""
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.unscale_(getattr(self.optimizer, "optimizer", self.optimizer))
+            optimizer: Any = self.optimizer
+            self.accelerator.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         self._unscale()

@@ -130,10 +130,9 @@ def _refuse_short_batch(model: Any, args: Any, data: Any) -> None:
 
     `model` is loaded with `exact=`, `args` are TrainingArguments. Accelerate fills the batch up on several dp ranks only.
     """
-    keeps = args is not None and not args.dataloader_drop_last and model.virtual.dp > 1
-    if keeps and isinstance(data, Sized):
+    if args is not None and isinstance(data, Sized) and model.virtual.dp > 1:
         rows = args.per_device_train_batch_size * model.mesh.dp
-        if len(data) % rows:
+        if len(data) % rows and not args.dataloader_drop_last:
             problem = f"the last of {len(data)} rows fill no batch of {rows}, and differ between meshes then"
             raise _refusal("dataloader_drop_last", problem, "set dataloader_drop_last=True")
 

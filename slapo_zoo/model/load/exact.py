@@ -7,7 +7,7 @@ takes part in the same collectives in any process; so the bits do not depend on 
 
 import atexit
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils import deterministic as memory
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
@@ -38,6 +37,7 @@ from slapo_zoo.zoo.options import LoaderOptions
 WHERE = "from_pretrained"
 BUILT = "use model(**batch), train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
+memory: Any = torch.utils.deterministic  # its attribute is in the class that stands for the module
 _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
@@ -82,7 +82,7 @@ def virtual_mesh(real: Mesh, asked: Any) -> Mesh:
     sizes = real.sizes | given
     for name, size in real.sizes.items():
         _check_size(name, size, sizes[name])
-    return Mesh(**sizes)
+    return replace(Mesh(), **sizes)
 
 
 def _check_size(name: str, real: int, virtual: Any) -> None:
@@ -176,7 +176,7 @@ class ExactModel(Unwrapped, nn.Module):
         hosted: models of the hosted ranks.
     """
 
-    def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Iterable[Any]):
+    def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Sequence[Any]):
         super().__init__()
         self.mesh, self.virtual, self._host = real, virtual, host
         self.hosted = nn.ModuleList(models)
@@ -184,7 +184,7 @@ class ExactModel(Unwrapped, nn.Module):
         self._tracing: dict[int, list[Row]] | None = None  # virtual rank --> its rows
         self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
         self._stepping = False  # True while the optimizers of single ranks step
-        for model in self.hosted:
+        for model in models:
             model._slapo.calls.guard.on_ranks = self._before_step
 
     @property

@@ -4,7 +4,7 @@ rewrite:  optimizer over hosted ranks 0..n  -->  n optimizers, each with the par
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def narrowed(value: Any, model: nn.Module) -> Any:
     return found
 
 
-def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
+def _with_parameters(optimizer: Any, kept: Collection[Tensor]) -> Any:
     """Return a copy of an optimizer that steps only the parameters in `kept`, with the state dict of the original."""
     found = copy.copy(optimizer)
     found.param_groups = [

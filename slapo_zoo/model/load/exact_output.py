@@ -82,7 +82,7 @@ class _Bridge(torch.autograd.Function):
 
         def call(rank: int) -> None:
             pairs = [pair for pair in zip(parts[rank], grads, strict=True) if pair[1] is not None]
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
 
         host.run(call)
         after()

@@ -164,7 +164,7 @@ def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[
     if ids.shape[1] % n and MASK not in batch and not packed:
         batch = {**batch, MASK: torch.ones_like(ids)}
     token = getattr(model.config, "pad_token_id", None)
-    values = dict.fromkeys(("labels", "shift_labels"), IGNORED)
+    values: dict[str, int] = dict.fromkeys(("labels", "shift_labels"), IGNORED)
     values |= dict.fromkeys(("input_ids", "decoder_input_ids"), token if isinstance(token, int) else 0)  # fmt: skip
     found = {}
     for name, x in batch.items():

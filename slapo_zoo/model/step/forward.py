@@ -31,7 +31,7 @@ from slapo_zoo.parallel.once import refuse_transform
 from slapo_zoo.parallel.ranks.heartbeat import names_of
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
-from slapo_zoo.pipeline.pipeline_runtime import pipeline_forward
+from slapo_zoo.pipeline.pipeline_runtime import Pipeline, pipeline_forward
 
 _TOLD: list[str] = []
 _DOCUMENTS = (
@@ -74,7 +74,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             output = run(batch) if cut is None else run_cut(model, cut, run, batch, given)
             calls.watch(output)
         else:
-            output = _run_stages(model, run, batch)
+            output = _run_stages(model, runtime.pipeline, run, batch)
     return output.to_tuple() if wants_tuple else output
 
 
@@ -105,12 +105,11 @@ def _warned(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return forward_of(model, args, kwargs)
 
 
-def _run_stages(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    runtime: Runtime = model._slapo
+def _run_stages(model: Any, pipeline: Pipeline, run: Callable, batch: dict[str, Any]) -> Any:
     refuse_cache(batch)
-    batch = {**batch, "use_cache": False} if takes_cache(runtime) else batch
+    batch = {**batch, "use_cache": False} if takes_cache(model._slapo) else batch
     with rank_guard("forward"):
-        output = pipeline_forward(runtime.pipeline, run, batch)
+        output = pipeline_forward(pipeline, run, batch)
     return _without_backward(model, output) if torch.is_grad_enabled() else output
 
 

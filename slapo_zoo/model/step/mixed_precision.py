@@ -109,7 +109,7 @@ class MixedPrecision:
         if self.scales and state:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
-    def unscale(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    def unscale(self, parameters: Iterable[Tensor], mesh: Mesh) -> None:
         """Divide the gradients of `parameters` by the loss scale; after an overflow on any rank all ranks drop them."""
         if not self.scales:
             return
@@ -121,7 +121,7 @@ class MixedPrecision:
                 p.grad = None
             return
         if grads:
-            torch._foreach_mul_(grads, 1 / self.scale)
+            torch._foreach_mul_(grads, 1 / self.scale)  # pyright: ignore[reportPrivateImportUsage]
         self.good_steps += 1
         if self.good_steps == GROW_AFTER:
             self.scale, self.good_steps = self.scale * 2, 0
@@ -146,8 +146,9 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
-            is_cast = p is None or not p.is_floating_point() or p.dtype == dtype or is_divided(p)
-            if not is_cast and not stays_wide(model, f"{path}.{name}", module, dtype):
+            if p is None or not p.is_floating_point() or p.dtype == dtype or is_divided(p):
+                continue
+            if not stays_wide(model, f"{path}.{name}", module, dtype):
                 if id(p) not in made:
                     made[id(p)] = p.to(dtype)
                 yield module, name, made[id(p)]

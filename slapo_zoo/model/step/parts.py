@@ -53,7 +53,7 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
         return run(*args, **kwargs)
     if torch.compiler.is_compiling():  # a compiled graph would always draw the same dropout masks
-        return torch.compiler.disable(called, recursive=False)(model, run, args, kwargs)
+        return torch.compiler.disable(called, recursive=False)(model, run, args, kwargs)  # pyright: ignore[reportCallIssue]
     batch = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     require_together(model, batch)
     rows = count_rows(batch)

@@ -58,7 +58,7 @@ class Recomputes:
 
 
 def _require_no_options(function: Callable[..., Any] | None) -> None:
-    options = set(getattr(function, "keywords", ())) - WITHOUT_MEANING
+    options = set[str](getattr(function, "keywords", ())) - WITHOUT_MEANING
     if getattr(function, "func", checkpoint) is not checkpoint:  # transformers' offload=True
         options.add("offload")
     if options:

@@ -43,7 +43,7 @@ class StepCounts:
         missed: True if a parameter got no gradient on some dp rank in the last step.
     """
 
-    totals: list[float]
+    totals: Sequence[float]
     first: int
     padded: bool | None = None
     targets: list[int] | None = None

@@ -1,7 +1,7 @@
 """Base of all engines: one call per optimizer step, and checkpoints that every engine reads."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -84,7 +84,7 @@ class TargetEngine:
         return getattr(model, name)
 
 
-def is_scheduled(sch: Any) -> bool:
+def is_scheduled(sch: Any) -> TypeGuard[Any]:
     """Return whether `sch` is a model that AutoScheduledModel loaded (also with `exact=`), not a schedule or a module."""
     return is_exact(sch) or hasattr(sch, "_slapo")
 

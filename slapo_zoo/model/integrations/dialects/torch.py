@@ -152,7 +152,7 @@ class _DdpStages(DataParallel):
         DDP's reducer averages gradients in the backward of the last micro-batch.
         """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
-        return pipeline_step(pipeline, *step, self._expect_gradients)
+        return pipeline_step(pipeline, *step, before_last=self._expect_gradients)
 
     def _expect_gradients(self, outputs: Any) -> None:
         found = [outputs] if isinstance(outputs, Tensor) else outputs
