@@ -213,10 +213,10 @@ def _is_of(cls: type, value: Any) -> bool:
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):
         return value is not vars(cls).get("forward")
-    while hasattr(function, "__wrapped__"):
+    while "__wrapped__" in vars(function):
         if package_of(function) not in packages:
             return False
-        function = function.__wrapped__
+        function = vars(function)["__wrapped__"]
     return function.__globals__["__name__"] == cls.__module__
 
 

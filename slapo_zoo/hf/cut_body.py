@@ -114,8 +114,8 @@ def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
     `state` is the state of a model's schedule: tokens are sharded in the blocks only if `state.body` is a `Body`, and
     in the whole model if it is None.
     """
-    whole = state.body is None or cut is None
-    return cutting(state.random, cut) if whole else state.body.sharded(cut)
+    body = state.body
+    return cutting(state.random, cut) if body is None or cut is None else body.sharded(cut)
 
 
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:

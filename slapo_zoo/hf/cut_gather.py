@@ -22,13 +22,13 @@ RUN = 2048  # queries; each run adds gradients of all keys, which costs time whe
 
 def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    options: dict[str, Any], run: Callable[..., Any],
+    options: dict[str, Any], run: Any,
 ) -> Any:  # fmt: skip
     """Return (output [B, s, H, d], None or weights) for this rank's queries and the keys of all cp ranks.
 
     q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
     `attention` is transformers' module, `options` are its further arguments. `run(q, k, v, mask, options)` computes
-    attention on one rank.
+    attention on one rank, with the rate `run.dropout`.
     """
     own, causal = k.shape[2], options.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
@@ -39,10 +39,10 @@ def attend(
     if causal and not in_runs:
         mask = _seen(first, q.shape[2], cut.n * own, q.device)
     groups = q.shape[1] // k.shape[1] if causal or mask is not None else 1
-    with grouped(attention, groups), gathered(cut, k, v, groups) as whole:
+    with grouped(attention, groups), gathered(cut, k, v, groups) as (keys, values):
         if in_runs:
-            return _in_runs(first, q, *whole, options, run)
-        return run(q, *whole, mask, options)
+            return _in_runs(first, q, keys, values, options, run)
+        return run(q, keys, values, mask, options)
 
 
 def _in_runs(
@@ -54,7 +54,7 @@ def _in_runs(
     Each mask is made again in the backward. `first` is the position of this rank's first query in the row; k and v are
     those of all cp ranks, `options` are further arguments of the attention.
     """
-    found = []
+    found, weights = [], None
     for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
         make = partial(_hiding, q.dtype, first, rows.shape[2], k.shape[2], q.device)
         with made_again([(mask := make(), make)]):

@@ -88,7 +88,7 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if kind in (TAG, FLAG):
             labels[name] = torch.zeros_like(batch["input_ids"])
         elif kind == TOKEN:
-            labels[name] = batch.get("input_ids", batch.get("decoder_input_ids"))
+            labels[name] = batch.get("input_ids", batch.get("decoder_input_ids", rows))
     return {**batch, **labels}
 
 

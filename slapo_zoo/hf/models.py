@@ -231,6 +231,7 @@ def swap_tensors(
     """
     made: dict[int, torch.Tensor] = {}
     before = []
+    held: dict[str, Any]
     for module in modules:
         for held in (module._parameters, module._buffers, *([vars(module)] if attributes else [])):
             found = {name: x for name, x in held.items() if isinstance(x, torch.Tensor)}
@@ -250,6 +251,7 @@ def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
     """Replace the floating parameters and buffers for which `is_wide(name, module)` by fp32 ones; fake tensors cannot
     be cast in place.
     """
+    held: dict[str, Any]
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for name, x in held.items():

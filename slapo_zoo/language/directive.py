@@ -120,6 +120,7 @@ class State:
         """
         parts = (*new.named_modules(), *new.named_parameters(), *new.named_buffers())
         held = {id(part): join(path, name) for name, part in parts}
+        record: dict[str, Any]
         for record in (self.placed, self.applied):
             for name in subtree(path, list(record)):
                 value, here = record.pop(name), held.get(id(self._at(name)))

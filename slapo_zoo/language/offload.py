@@ -64,7 +64,7 @@ class HostCopy:
         back.record_stream(side)
         self.here = back
 
-    def view(self, like: tuple[torch.dtype, Any, Any, int]) -> Tensor:
+    def view(self, like: tuple[torch.dtype, Any, Any, int | torch.SymInt]) -> Tensor:
         """Return a view of the activation's memory on its device; the computation waits for the copy.
 
         `like` gives the dtype, size, stride and storage offset of the view.

@@ -133,7 +133,7 @@ def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -
     return full
 
 
-def is_divided(tensor: Tensor) -> bool:
+def is_divided(tensor: Tensor | None) -> bool:
     """Return whether a tensor is sharded over dp: by FSDP2, whose tensors are DTensors, or by this package."""
     return hasattr(tensor, "full_tensor") or rows_of(tensor) is not None
 

@@ -41,7 +41,7 @@ class Again(NamedTuple):
     """Handle that autograd saves for a view of `maker`'s tensor; `layout` is the view's (size, stride, storage offset)."""
 
     maker: Maker
-    layout: tuple[Any, Any, int]
+    layout: tuple[Any, Any, int | torch.SymInt]
 
     def tensor(self) -> Tensor:
         """Return the view that this handle stands for, of the tensor that the `maker` recomputes."""

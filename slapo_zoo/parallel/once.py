@@ -34,7 +34,7 @@ def refuse_graph() -> None:
 
 def refuse_transform() -> None:
     """Raise SlapoError in a forward within a transform of torch.func (grad, vmap, ...), where collectives have no rule."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():  # pyright: ignore[reportAttributeAccessIssue]
         problem = "collectives and gradient hooks of a model on several ranks do not run within grad, vmap, jvp, ..."
         hint = "take gradients by loss.backward(), for each sample by a backward of its own; or use one process"
         raise SlapoError("forward", "a transform of torch.func", problem, hint)

@@ -289,6 +289,8 @@ class ForeignPart(Foreign):
 class ForeignParameter(Tensor):
     """A parameter that another stage holds: shape, dtype and device without data; computing with it raises."""
 
+    unit: str  # path of the other stage's module, and the parameter's name
+
     def register_hook(self, hook: Any) -> RemovableHandle:
         """Return a handle and drop the user's gradient hook: only the stage that holds the parameter runs the hook."""
         return RemovableHandle(OrderedDict())

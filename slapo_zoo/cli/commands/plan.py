@@ -58,7 +58,8 @@ def plan(
         return search(make_planner(model, seq_len, device, padding), gpus, batch, explain, write, most)  # fmt: skip
     from slapo_zoo.zoo.load_forecast import plan_weights
 
-    data, texts = {"weights": None, "training": None}, []
+    data: dict[str, dict[str, Any] | None] = {"weights": None, "training": None}
+    texts = []
     both = not weights and not training  # neither flag was given
     if weights or (both and weights is None):
         read = plan_weights(model, mesh.tp, mesh.pp, mesh.dp)

@@ -166,7 +166,7 @@ def check_evaluation(options: TrainOptions) -> None:
         "lr_scheduler_kwargs": (options.lr_scheduler_type != "constant", "a constant schedule takes no arguments", "name another lr_scheduler_type"),
         "optim_args": (options.optim == "sgd", f"optim={options.optim} takes no arguments", "add optim: sgd, or use adam_beta1, ..."),
     }  # fmt: skip
-    given, usual = vars(options) | options.trainer, vars(TrainOptions(""))
+    given, usual = {**vars(options), **options.trainer}, vars(TrainOptions(""))
     for name, need in needs.items():
         if given.get(name) != usual.get(name):
             _require(need[0], name, *need[1:])

@@ -188,11 +188,12 @@ def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Tas
 TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen3"}
 
 
-def most_of(rows: Any, column: str, measure: Any) -> int:
+def most_of(rows: Any, column: str, measure: str) -> int:
     """Return the largest result of the function `measure` of pyarrow.compute on a column of `rows`; 0 for no rows."""
     import pyarrow.compute as pc
 
-    return pc.max(getattr(pc, measure)(rows.data.column(column))).as_py() or 0
+    found = pc.call_function(measure, [rows.data.column(column)])
+    return pc.call_function("max", [found]).as_py() or 0
 
 
 def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptions) -> None:

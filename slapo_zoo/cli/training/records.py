@@ -155,7 +155,7 @@ def check_log(path: Path) -> None:
 
 def check_trackers(options: TrainOptions) -> None:
     """Raise ConfigError for a tracker that Trainer does not know, or whose package is missing."""
-    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
     try:
         for make in get_reporting_integration_callbacks([*options.report_to]):

@@ -127,7 +127,7 @@ def recompute_module(
             given = {**kwargs, "use_reentrant": False, "context_fn": lambda: contexts}
             return recompute.checkpoint(forward, *args, **given)
 
-    recomputed.recomputes = True  # pyright: ignore[reportFunctionMemberAccess]
+    recomputed.recomputes = True  # pyright: ignore[reportAttributeAccessIssue]
     module.forward = recomputed
 
 

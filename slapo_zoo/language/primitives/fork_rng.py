@@ -165,7 +165,8 @@ class OwnDropout(TorchFunctionMode):
     ):
         super().__init__()
         self.site, self.tokens, self.count, self.child = site, tokens, 0, child
-        self.name, self.state = name or rng.SiteName(site.path), None
+        self.name = name or rng.SiteName(site.path)
+        self.state: int | Tensor | None = None
         if child:
             child.ran = False
 

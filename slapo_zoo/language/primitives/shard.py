@@ -232,7 +232,7 @@ class Shard(Directive):
         self._adjust(site)
         if self.shared and self.param_name == "weight" and n > 1:
             (run,) = Placement(0).runs(self.shared, n, r)
-            site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
+            site.module.register_forward_hook(lambda *call: self._joined(site, call[2], run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
         """Gather shared features of a Linear's output y [..., own + len(run)] over ranks; return [..., own + shared].
