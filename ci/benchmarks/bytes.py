@@ -118,7 +118,7 @@ class _Fused(torch.autograd.Function):
     """Autograd function in place of fused attention: it counts the bytes of inputs and outputs, and computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, counter: Bytes, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, counter: Bytes, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         ctx.counter, ctx.mask = counter, mask
         ctx.save_for_backward(q, k, v, out)
@@ -126,7 +126,7 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, g: Tensor) -> Any:
         found = tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
         ctx.counter.add("fused sdpa", *ctx.saved_tensors, g, *found, ctx.mask)
         return None, None, *found

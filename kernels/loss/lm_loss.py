@@ -191,7 +191,7 @@ class _OverRanks(torch.autograd.Function):
     """Autograd function: loss and gradients of an LM head whose classes are sharded over the ranks of a group."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(*inputs: Any) -> Any:
         return _one_pass(*inputs)
 
     setup_context = staticmethod(_setup)

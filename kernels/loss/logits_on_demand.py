@@ -147,7 +147,7 @@ class LogitsOnDemand(torch.Tensor):
         source = rows if parent is None else parent
         with head.reading():
             weight = head.linear.weight
-        return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
+        return _Deferred.apply(source, weight, rows, head, dtype, make, parent)
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
         """Return these logits as those of a head of which each rank of `group` has a shard of the `vocab_size` classes, so that
@@ -270,7 +270,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source, weight, rows, head, dtype, make, parent):
-        wrap: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+        wrap: Any = torch.Tensor._make_wrapper_subclass
         shape = (*rows.shape[:-1], head.vocab_size)
         logits = wrap(LogitsOnDemand, shape, dtype=dtype, device=rows.device)
         logits.rows, logits.head, logits.make, logits.made = rows, head, make, None
@@ -283,7 +283,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx: Any, d_logits):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, d_logits):
         (rows,), (head, make, parent) = ctx.saved_tensors, ctx.parts
         if parent is None:
             source = rows.detach().requires_grad_()

@@ -184,7 +184,7 @@ class Spans(Language):
             raise DataError("train", "task=span", problem, hint)
 
     @cached_property
-    def row_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def row_tokens(self) -> int:
         """Return the most text tokens of a row whose inputs (sentinels in place of spans) fit into `seq_len` tokens."""
 
         def inputs(tokens: int) -> int:

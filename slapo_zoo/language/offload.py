@@ -40,7 +40,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor):
         storage = tensor.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self.device, self.here, self._event = tensor.device, whole, None
         self.is_away = whole.is_cuda
         if self.is_away:
@@ -74,7 +74,7 @@ class HostCopy:
             torch.cuda.current_stream(self.device).wait_event(self._event)
         dtype, *layout = like
         found = torch.empty(0, dtype=dtype, device=self.device)
-        return found.set_(self.here.untyped_storage(), layout[2], layout[0], layout[1])  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return found.set_(self.here.untyped_storage(), layout[2], layout[0], layout[1])  # pyright: ignore[reportArgumentType]
 
 
 @cache

@@ -112,7 +112,7 @@ class Selection(_Methods):
             return self
 
         use.__name__, use.__doc__ = name, PRIMITIVES[name].__doc__
-        use.__signature__ = inspect.signature(PRIMITIVES[name])  # pyright: ignore[reportFunctionMemberAccess]
+        use.__signature__ = inspect.signature(PRIMITIVES[name])
         return use
 
     def find(self, what: Any, func_pattern: Any = None) -> Any:

@@ -91,7 +91,7 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
         On several ranks the plain Trainer, which would wrap the model in DDP, gets a SlapoError.
         """
         _ = self._is_accelerate_prepared
-        return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
+        return self.unscheduled_class.accepts_loss_kwargs
 
     def train(self, mode: bool = True) -> Any:
         """Set training mode, or evaluation if `mode` is False; return the model.
@@ -303,7 +303,7 @@ def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
 def scheduled_class(cls: type) -> type:
     """Return a subclass of the transformers class `cls` with the methods of `Scheduled`, under the name of `cls`."""
 
-    @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.mesh.tp * self.mesh.pp > 1:
             return uncompiled()(self, args, kwargs)

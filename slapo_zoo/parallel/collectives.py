@@ -135,7 +135,7 @@ class _WithGradient(torch.autograd.Function):
 
 def with_gradient(x: Tensor, there: Any, back: Any) -> Tensor:
     """Return `there(x)`; `back` maps the gradient of this result to that of x. Both are functions of one tensor."""
-    return _WithGradient.apply(x, there, back)  # pyright: ignore[reportReturnType]
+    return _WithGradient.apply(x, there, back)
 
 
 def viewed(x: Tensor) -> Tensor:

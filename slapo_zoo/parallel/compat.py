@@ -138,7 +138,7 @@ def process_groups_per_thread() -> Iterator[None]:
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
 
     before = distributed_c10d._world
-    distributed_c10d._world = _WorldPerThread(before)  # pyright: ignore[reportAttributeAccessIssue]
+    distributed_c10d._world = _WorldPerThread(before)
     isolate(True)
     try:
         yield

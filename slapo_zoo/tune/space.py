@@ -105,7 +105,7 @@ class Space:
         if known is not None and known.is_fixed():
             return known
         for rules, rule in ((self._candidates, vals), (self._conditions, when)):
-            rules.pop(name, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            rules.pop(name, None)
             if callable(rule):
                 _check_names(name, rule, [n for n in self.space if n != name])
                 rules[name] = rule  # pyright: ignore[reportArgumentType]

@@ -190,7 +190,7 @@ class ValueTracer(fx.Tracer):
         This overrides a method of fx.Tracer: `concrete_args` is `Call.record`, and the result is the pair that
         fx.Tracer expects, (function to trace, its arguments).
         """
-        return concrete_args(self)  # pyright: ignore[reportOptionalCall]
+        return concrete_args(self)
 
     # -- modules ----------------------------------------------------------------------------------
 

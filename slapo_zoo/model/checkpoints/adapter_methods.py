@@ -89,7 +89,9 @@ class Adapts:
                 adapters.consolidated_adapter(self, name),
                 self.peft_config[name].save_pretrained,
             )
-            save_adapter_files(self.mesh, Path(save_directory), full, write, check_finite)
+            save_adapter_files(
+                self._slapo.schedule.mesh, Path(save_directory), full, write, check_finite
+            )
 
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False

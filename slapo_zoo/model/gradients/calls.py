@@ -142,7 +142,7 @@ class Calls:
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         """End a backward: complete the sums of gradients over ranks, and keep samples of gradients for later checks."""

@@ -248,7 +248,7 @@ class ScheduledTrainer(Trainer):
 
     @property
     def _mesh(self) -> Mesh:
-        return self.model.mesh  # pyright: ignore[reportOptionalMemberAccess, reportReturnType, reportAttributeAccessIssue]
+        return self.model.mesh  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
 def _require_scheduled(where: str, model: Any, instead: str) -> None:

@@ -73,7 +73,7 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx: Any, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads):
         host, parts, copies, after = ctx.given
         if copies > 1 and any(grad is not None and grad.ndim for grad in grads):
             problem = f"your loss of the logits would be one mean over {copies} virtual dp ranks of this process"

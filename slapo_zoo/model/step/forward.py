@@ -136,7 +136,7 @@ class _NoBackward(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         problem = "the model's layers are on several ranks, and this backward reaches none of them"
         hint = "call model.train_step(batch, loss_fn=...), which runs forward and backward of all stages"
         raise SlapoError("backward", "the output of a model with pp > 1", problem, hint)
