@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from slapo_zoo import Mesh, Schedule, ScheduleError, build, create_schedule, emulate
+from slapo_zoo.language.directive import Site
+from slapo_zoo.language.primitives.shard import Shard
 from slapo_zoo.language.primitives.sync import first_tensor
 
 Pair = namedtuple("Pair", "left right")
@@ -85,6 +87,11 @@ def test_directive_that_would_compute_something_else_is_refused_and_changes_no_m
 def hooked(linear):
     linear.weight.register_hook(lambda grad: grad / 2)
     return linear
+
+
+def test_shard_of_a_module_that_was_added_later_does_not_need_its_parent_in_the_schedule():
+    sch, added = Schedule(nn.Sequential(nn.Linear(4, 4)), Mesh(tp=2)), nn.Linear(4, 4)
+    Shard("weight", 0).check(Site("0.adapters.first", added, sch.state))  # as adapters are sharded
 
 
 def test_schedule_of_a_lazy_module_is_refused_until_it_has_run():
