@@ -47,9 +47,7 @@ class ReplaceAll(Directive):
             problem = f"found no module of type {self.target_mod_type!r} below this one"
             raise self.fail(site, problem, f"choose one of {classes}")
         if callable(self.make_mod_fn):
-            _made[site.module] = self._make(
-                site
-            )  # a factory that fails must leave the model as it is
+            _made[site.module] = self._make(site)  # one that fails leaves the model as it is
             return
         if self.make_mod_fn not in KERNELS:
             hint = f"choose one of the registered: {sorted(KERNELS)}"
