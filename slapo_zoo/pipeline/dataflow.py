@@ -120,7 +120,7 @@ def calls_of(rows: Iterable[Row]) -> list[Call]:
         for value in origins(row.changes) if not row.unit else ():
             calls[value.call] = calls[value.call].with_written(value.leaf)
         found = origins(row.reads)
-        rest |= found
+        rest |= frozenset() if row.backward else found
         for ref in row.writes:
             origin[ref.number] = origin.get(ref.number, frozenset()) | found
     return [*calls[:-1], *(replace(last, needs=last.needs | rest) for last in calls[-1:])]

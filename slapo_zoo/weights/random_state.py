@@ -65,14 +65,20 @@ def check_states(packed: Any, ranks: int) -> str:
     return ""
 
 
+def sizes_of(mesh: Mesh) -> dict[str, int]:
+    """Return {mesh dim: size} as a training checkpoint has it; ranks of a user's own mesh dim that read other rows count as dp."""
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.size("batch"), "cp": mesh.size("cp")}
+    return {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+
+
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
     """Set this rank's random generators to the states saved for it in `packed`, if `mesh` equals the mesh `saved`.
 
     On another mesh, all ranks of data-parallel replica i take the states of the first rank of saved replica i (modulo
     their number), so that tp and cp peers draw the same numbers.
     """
-    first = saved.at(tp=0, pp=0, cp=0, dp=mesh.coord("dp") % saved.dp)
-    rank = mesh.rank if saved.sizes == mesh.sizes else first
+    first = saved.at(tp=0, pp=0, cp=0, dp=mesh.coord("batch") % saved.dp)
+    rank = mesh.rank if saved.sizes == sizes_of(mesh) else first
     for kind, found in packed.items():
         if kind != "cuda" or device.type == "cuda":
             TAKE[kind](found["states"][found["of_rank"][rank]], device)

@@ -162,7 +162,7 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
             "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
         )
         raise WeightsError(where, name, problem, hint)
-    found = {rank: texts[rank] for rank in mesh.seen_by(0).peers("dp")}
+    found = {rank: texts[rank] for rank in mesh.seen_by(0).peers("batch")}
     return values[0] if len(set(found.values())) == 1 else {BY_DP: [values[rank] for rank in found]}
 
 

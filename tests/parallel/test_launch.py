@@ -67,8 +67,8 @@ def listen_late():
         return stop.number
 
 
-def stop_when_started(count):
-    while len(multiprocessing.active_children()) < count:
+def stop_when_started(count, before):
+    while len({*multiprocessing.active_children()} - before) < count:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -325,5 +325,6 @@ def test_local_ranks_that_may_use_a_gpu_are_spawned_not_forked(monkeypatch, devi
 def test_stop_signal_that_comes_before_the_local_ranks_listen_reaches_them():
     """A run whose model was still loading went on to its last step."""
     with listening():
-        threading.Thread(target=stop_when_started, args=(2,), daemon=True).start()
+        before = {*multiprocessing.active_children()}  # of earlier tests
+        threading.Thread(target=stop_when_started, args=(2, before), daemon=True).start()
         assert run_local(listen_late, 2, threads=1) == [signal.SIGUSR1] * 2

@@ -13,7 +13,7 @@ import transformers
 
 from tiny_configs import TINY
 
-ROWS, TOKENS, STEPS = 4, 12, 2
+ROWS, TOKENS, STEPS = 4, 12, 3
 # AdamW multiplies the rounding of a gradient near 0 by up to LEARNING_RATE / EPS: with this EPS by 1,
 # so what is compared after training is the gradients, not chance (docs/decisions/0003).
 LEARNING_RATE, EPS = 1e-3, 1e-3

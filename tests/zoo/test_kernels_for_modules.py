@@ -54,7 +54,7 @@ def cells():
 def test_model_with_all_kernels_has_the_losses_and_gradients_of_plain_transformers(
     family, layout, root, threads
 ):
-    """Outputs, loss, gradients and two steps are equal with all applicable kernels enabled."""
+    """Outputs, loss, gradients and three steps are equal with all applicable kernels enabled."""
     case, sizes = CASES[family], LAYOUTS[layout]
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)

@@ -1,6 +1,6 @@
 """The grid: every family, head class and layout against plain `transformers` in one process.
 
-Each cell compares outputs, loss, every gradient, the norm and two AdamW steps with clipping, and
+Each cell compares outputs, loss, every gradient, the norm and three AdamW steps with clipping, and
 saves the model before it trains: the file holds the keys and bits that plain `transformers` wrote.
 A part runs always, which has every family and layout, and every other head of a table; `ci/run.py grid` runs all cells.
 """

@@ -139,7 +139,10 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
         hint = "name one of these, or call model.add_adapter(config) first"
         raise SlapoError("adapter", repr(name), f"no such adapter; the model has {known}", hint)
     if whole := _trained_tensors(model, name, grads):
-        return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
+        return {
+            key: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for key, tensor in whole.items()
+        }
     own = model._slapo.adapters[name]
     of_stages = together(model.mesh, "adapter", lambda: own)
     specs = list({spec.name: spec for specs in of_stages for spec in specs}.values())

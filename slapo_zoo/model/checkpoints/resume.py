@@ -60,7 +60,7 @@ def load_checkpoint(
             together(model.mesh, LOAD, load.finish)
     state, mesh = load.opened.state, model.mesh
     positions, extras = (tuple(of_dp_ranks(state, name)) for name in OF_COPY)
-    copy = mesh.coord("dp") if state["mesh"]["dp"] == mesh.dp else None
+    copy = mesh.coord("batch") if state["mesh"]["dp"] == mesh.size("batch") else None
     return Resumed(state["step"], positions, extras, copy)
 
 

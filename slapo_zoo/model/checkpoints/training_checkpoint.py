@@ -29,7 +29,7 @@ from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.encode import encode
 from slapo_zoo.weights.load_memory import Target
-from slapo_zoo.weights.random_state import pack_states, states_here
+from slapo_zoo.weights.random_state import pack_states, sizes_of, states_here
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.training_state import OF_COPY, by_dp_rank, write_state
 
@@ -210,7 +210,7 @@ class _Save:
         self.rows = {name: rows_of(tensor) for name, tensor in self.tensors.items()}
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
-            "mesh": mesh.sizes,
+            "mesh": sizes_of(mesh),
             "random": self.model.schedule.state.random.saved(),
             "loss_scale": self.model._slapo.precision.state(),
             "scheduler": encode(scheduler, "scheduler"),

@@ -138,7 +138,7 @@ def cache_file(config: Any, cls: Any, sizes: tuple[Any, ...], options: BuildOpti
     from huggingface_hub import constants
 
     asked = [sizes, *(getattr(options, knob) for knob in KNOBS)]
-    code = Path(inspect.getfile(cls)).read_bytes()
+    code = b"" if cls.__module__ == "__main__" else Path(inspect.getfile(cls)).read_bytes()
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     text = json.dumps([structure(config, cls), asked, versions, own_code()])
     key = hashlib.sha256(text.encode() + code).hexdigest()[:32]

@@ -135,7 +135,8 @@ class Step:
         if self.kept is not None:
             self.kept.add(first, output)
         loss = (self.own or _loss)(output, part) * runtime.precision.scale
-        if self.means is not None and self.count * model.mesh.size("loss") > 1:
+        is_derived = runtime.table.model_type not in families()
+        if is_derived and self.means is not None and self.count * model.mesh.size("loss") > 1:
             self.means.require_sum(output.loss)
         self.beside.add_from_loss(loss, output)
         return loss if self.scaler is None else self.scaler.scale(loss)
