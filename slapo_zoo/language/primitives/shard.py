@@ -30,10 +30,11 @@ class ShardRule:
 
 def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
     """Shard the groups of a GroupNorm or convolution (`ShardRule.divided`), whose inputs are then sharded as its outputs are."""
-    module, applied = site.module, site.state.applied[site.path]
+    module: Any = site.module
+    applied = site.state.applied[site.path]
     name, groups = _groups(module)
     if directive.axis == 0 and param_name == "weight" and groups and name not in applied:
-        whole, local = site.state.placed[site.name(param_name)].shape[0], len(module.weight)  # pyright: ignore[reportArgumentType]
+        whole, local = site.state.placed[site.name(param_name)].shape[0], len(module.weight)
         setattr(module, name, groups * local // whole)
         applied.add(name)
         if name == "groups" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
@@ -165,9 +166,7 @@ class Shard(Directive):
     def _reads_all(self, site: Site) -> str:
         """Return what, in this module or on its parameter, needs the unsharded tensor; '' for nothing."""
         module: Any = site.module
-        parent = site.state.modules.get(
-            site.path.rpartition(".")[0], module
-        )  # peft's own are unknown
+        parent: Any = site.state.modules.get(site.path.rpartition(".")[0], module)
         rows = self.axis == 0
         own, tensor = type(module).forward, site.tensor(self.param_name)
         is_embedding, attention = isinstance(module, nn.Embedding), nn.MultiheadAttention.forward
@@ -177,7 +176,7 @@ class Shard(Directive):
             "the sum of rows": rows and isinstance(module, nn.EmbeddingBag),
             "the forward, which takes more than ids,": rows and is_embedding and len(signature(own).parameters) > 2,
             "the recurrence": isinstance(module, nn.RNNBase),
-            "the attention": attention in (own, type(parent).forward),
+            "the attention": attention in (own, type(parent).forward),  # a parent of peft's is not listed
             "a gradient hook": tensor is not None and bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks),
         }  # fmt: skip
         return next((what for what, is_so in reads.items() if is_so), "")

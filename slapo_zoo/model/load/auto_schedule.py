@@ -58,8 +58,8 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
         }  # fmt: skip
         if not cls.__module__.startswith(("transformers.", "slapo_zoo.")):
             request["module"] = cls.__module__
-        in_main = cls.__module__ == "__main__"
-        found = {"error_of": IN_MAIN} if in_main else _document(request, file, mesh)
+        in_main: dict[str, Any] = {"error_of": IN_MAIN}
+        found = in_main if cls.__module__ == "__main__" else _document(request, file, mesh)
         if "error_of" not in found:
             PROVEN[file] = from_document(found["table"])
         elif mesh.tp * mesh.pp * cut > 1:

@@ -26,7 +26,8 @@ OF_OWN = {*MEANS, *BY_CLASS, *BCE, fn.l1_loss, fn.smooth_l1_loss, fn.huber_loss}
 _SUMS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"}
 _FACTORS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 _QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
-_SAME = {"neg", "__neg__", "float", "double", "to", "clone", "detach", "view_as", "squeeze", "unsqueeze", "reshape", "view", "mean", "sum"}  # fmt: skip
+_SAME = {"neg", "__neg__", "float", "double", "to", "type", "type_as", "half", "bfloat16", "cpu", "cuda",
+         "clone", "contiguous", "detach", "view_as", "squeeze", "unsqueeze", "reshape", "view", "mean", "sum"}  # fmt: skip
 _SHARE = "_is_share"  # attribute of a tensor: True if it is a sum of means times constants
 
 
