@@ -79,9 +79,8 @@ def _tensor(data: Any, name: str) -> Tensor:
         raise TypeError(f"{name!r} is no dtype of torch")
     found = torch.tensor(data, dtype=dtype)
     if found.numel() > MOST_ELEMENTS:
-        raise ValueError(
-            f"a tensor in it has {found.numel()} elements, expected at most {MOST_ELEMENTS}"
-        )
+        problem = f"a tensor in it has {found.numel()} elements"
+        raise ValueError(f"{problem}, expected at most {MOST_ELEMENTS}")
     return found
 
 

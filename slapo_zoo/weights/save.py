@@ -228,9 +228,8 @@ def require_finite(target: Path, local: Mapping[str, Tensor]) -> None:
     held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
     if not held:
         return
-    small = {
-        n: x.float() if x.itemsize == 1 else x for n, x in held.items()
-    }  # 8-bit floats have no order
+    # 8-bit floats have no order
+    small = {n: x.float() if x.itemsize == 1 else x for n, x in held.items()}
     ends = torch.stack([torch.stack(x.aminmax()).double() for x in small.values()])
     good = torch.isfinite(ends).all(-1).tolist()
     if bad := [name for name, is_good in zip(held, good, strict=True) if not is_good]:

@@ -107,9 +107,8 @@ def require_trained(trains: bool, adapters: Any = None) -> None:
     """
     if any(str(config.peft_type).endswith("ADALORA") for config in (adapters or {}).values()):
         hint = "use the loss of the PeftModel: model(**batch).loss.backward()"
-        raise SlapoError(
-            "train_step", "AdaLoRA", "peft adds a term to the loss in its own forward", hint
-        )
+        problem = "peft adds a term to the loss in its own forward"
+        raise SlapoError("train_step", "AdaLoRA", problem, hint)
     if not trains:
         problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"

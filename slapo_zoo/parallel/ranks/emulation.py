@@ -60,9 +60,8 @@ class HostedRanks:
     def __enter__(self) -> "HostedRanks":
         if _STAYS.is_set():
             problem = "this process already runs the ranks of a model that was loaded with exact="
-            raise MeshError(
-                "ranks as threads", "emulate or exact=", problem, "call close() of that model first"
-            )
+            hint = "call close() of that model first"
+            raise MeshError("ranks as threads", "emulate or exact=", problem, hint)
         _allow_files(len(self.ranks) * self._size)
         self._within.enter_context(_ONE_WORLD)
         if self._stays:
