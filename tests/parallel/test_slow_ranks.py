@@ -221,8 +221,9 @@ def test_process_group_timeout_is_taken_from_the_argument_then_the_environment_v
     monkeypatch,
 ):
     assert process_group.timeout_of(None) == 60
+    assert process_group.timeout_of(None, over_nccl=True) == 600
     monkeypatch.setenv(process_group.VARIABLE, "300")
-    assert process_group.timeout_of(None) == 300
+    assert process_group.timeout_of(None) == process_group.timeout_of(None, over_nccl=True) == 300
     assert process_group.timeout_of(5) == 5
     for text in ("soon", "-1", "0", "nan"):
         monkeypatch.setenv(process_group.VARIABLE, text)

@@ -20,7 +20,8 @@ from slapo_zoo.parallel.ranks.slurm import slurm_environment
 from slapo_zoo.parallel.ranks.store import fresh_store, is_restartable, meet, open_store
 from slapo_zoo.parallel.rng.seeds import get_logger
 
-TIMEOUT_S = 60.0  # timeout of a collective; torch's default is 30 minutes
+TIMEOUT_S = 60.0  # timeout of a collective over gloo, whose default in torch is 30 minutes
+NCCL_TIMEOUT_S = 600.0  # torch's default: past it NCCL ends the processes of all ranks that wait
 START_S = 600.0  # seconds until all processes of a job have started
 JOIN_S = 10.0  # seconds until they have connected to each other
 OF_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -37,10 +38,10 @@ def world_size_of_launch() -> int:
     return int(found.get("WORLD_SIZE", "1"))
 
 
-def timeout_of(timeout_s: float | None) -> float:
-    """Return the seconds that a collective may wait: the argument, else SLAPO_ZOO_TIMEOUT_S, else 60."""
+def timeout_of(timeout_s: float | None, over_nccl: bool = False) -> float:
+    """Return the seconds that a collective may wait: the argument, else SLAPO_ZOO_TIMEOUT_S, else 60 (NCCL: 600)."""
     if timeout_s is None:
-        text = os.environ.get(VARIABLE, str(TIMEOUT_S))
+        text = os.environ.get(VARIABLE, str(NCCL_TIMEOUT_S if over_nccl else TIMEOUT_S))
         try:
             timeout_s = float(text)
         except ValueError:
@@ -58,8 +59,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     """Join the process group that the environment describes; return whether there is one.
 
     Args:
-        timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or
-            60. Steps in which one rank works alone may take an hour.
+        timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or 60
+            (600 with NCCL). Steps in which one rank works alone may take an hour.
         device: "cpu" takes gloo even if CUDA devices are free; "cuda" requires CUDA devices.
     """
     if dist.is_initialized() or not is_distributed_launch():
@@ -67,7 +68,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     if not os.environ.keys() >= OF_TORCHRUN:
         os.environ.update(slurm_environment())
     start_s = START_S if timeout_s is None else timeout_s
-    timeout = timedelta(seconds=timeout_of(timeout_s))
+    timeout_of(timeout_s)  # raises before any rank waits
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = (fresh_store if is_restartable() else open_store)(rank, size, start_s)
@@ -79,6 +80,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
             raise MeshError(f"rank {rank}", "device='cuda'", problem, hint)
         os.environ.setdefault("LOCAL_RANK", str(cuda.index if cuda else 0))
         backend = "nccl" if cuda else "gloo"
+        timeout = timedelta(seconds=timeout_of(timeout_s, cuda is not None))
         join_group(store, rank, size, backend=backend, timeout=timeout, device_id=cuda)
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
