@@ -212,14 +212,14 @@ class Restored:
         self._state: dict[Tensor, dict[str, Any]] = {}
         _check_kind(optimizer, record)
         for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
-            allowed = set(saved["names"])
             _check_options(decode(saved["options"]), group)
-            for p in group["params"]:
-                name = _name_of(p, names, LOAD)
-                if name not in allowed:
-                    problem = "the save has this parameter in another group, or not at all"
-                    hint = "make the optimizer with the parameter groups that it had when saving"
-                    raise WeightsError(LOAD, name, problem, hint)
+            held = {_name_of(p, names, LOAD): p for p in group["params"]}
+            if differ := held.keys() ^ (set(names.values()) & set(saved["names"])):
+                lacks = "save" if min(differ) in held else "optimizer that you passed"
+                problem = f"the {lacks} has this parameter in another group, or not at all"
+                hint = "make the optimizer with the parameter groups that it had when saving"
+                raise WeightsError(LOAD, min(differ), problem, hint)
+            for name, p in held.items():
                 if name in record["state"]:
                     on_device = group.get("fused") or group.get("capturable")
                     self._state[p] = self._prepare(name, p, specs[name], bool(on_device))

@@ -256,6 +256,11 @@ def other_groups(model):
     return torch.optim.AdamW([groups[0], {"params": [g["params"][0] for g in groups[1:]]}])
 
 
+def fewer(model):
+    groups = [[p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1][1:]}])
+
+
 def a_stranger(model):
     stranger = torch.nn.Parameter(torch.ones(2))
     return torch.optim.AdamW([{"params": [stranger]}, {"params": list(model.parameters())}])
@@ -266,6 +271,7 @@ def a_stranger(model):
     [
         (other_class, "found SGD with 1 parameter groups, the saved one is AdamW with 2"),
         (other_groups, "in another group, or not at all"),
+        (fewer, "the optimizer that you passed has this parameter in another group, or not at all"),
         (a_stranger, "that is not in the model"),
     ],
 )
