@@ -299,7 +299,8 @@ def test_token_ids_beyond_the_vocabulary_raise_and_are_named(family):
     config, longest = SHORT[family]
     model = AutoScheduledModel.from_config(config, seed=0)
     long, beyond = torch.arange(longest + 1)[None] + 3, torch.tensor([[3, 40]])
-    for ids, said in ((long, "rows of 9 tokens"), (beyond, "ids 3..40, expected 0..30")):
+    as_floats = beyond.float(), "numbers of torch.float32, expected token ids of an integer type"
+    for ids, said in ((long, "rows of 9 tokens"), (beyond, "ids 3..40, expected 0..30"), as_floats):
         for call in (
             lambda ids=ids: model.train().train_step({"input_ids": ids, "labels": ids}),
             lambda ids=ids: model.eval()(input_ids=ids),

@@ -64,6 +64,9 @@ def _explain_media(model: Any, media: str, error: Exception) -> None:
 def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) -> None:
     size, longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
     low, high = int(ids.min()), int(ids.max())
+    if ids.is_floating_point():
+        problem = f"found numbers of {ids.dtype}, expected token ids of an integer type"
+        raise InputError("forward", name, problem, f"pass {name}.long()") from error
     if low < 0 or high >= size:
         problem = f"found ids {low}..{high}, expected 0..{size - 1}"
         hint = "use this model's own tokenizer: these ids are not in the model's vocabulary"
