@@ -44,7 +44,7 @@ class Database(Mapping[str, Any]):
         return self
 
     def commit(self, key: str, data: Any) -> None:
-        """Store `data`, a JSON-serializable result, under `key` (see `Scope.key`); append it to the file, synced."""
+        """Store `data`, a JSON-serializable result, under `key` (see `Scope.key`); append it to the file and fsync."""
         line = json.dumps({"key": key, "data": data}).encode() + b"\n"
         self.db[key] = json.loads(line)["data"]  # as a reload would find it
         if self.db_file_name is None:
@@ -91,7 +91,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """Return the database key of a configuration `point` ({option: value}), measured over `steps` training steps."""
+        """Return the database key of a configuration `point` ({option: value}) timed over `steps` steps (None: unknown)."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

@@ -61,11 +61,11 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a bool mask [points], True where a configuration surely takes at least the memory of points[small]."""
+        """Return a bool mask [points]: True where batch and kept activations are at least those of points[small], all else equal."""
         return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a bool mask [points], True where a configuration surely takes at most the memory of points[large]."""
+        """Return a bool mask [points]: True where batch and kept activations are at most those of points[large], all else equal."""
         return self._against(large, -1)
 
     def _against(self, number: int, sign: int) -> np.ndarray:
@@ -77,7 +77,7 @@ class Grid:
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
-        """Return the numbers of the few configurations to measure first, to learn which fit into memory, smallest first.
+        """Return the numbers of the few configurations to measure first, to learn which of all fit into memory.
 
         In the first configuration all symbols that matter for memory (batch size, recomputation) have the value that
         needs least. In each following one a single such symbol has the value that needs most. In the last one all
@@ -143,7 +143,7 @@ class Grid:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `value`, a candidate of a symbol, is a number, so that values have an order; False for a bool."""
+    """Return whether `value`, a value of a tuned option, is an int or a float and so has an order; False for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -171,9 +171,7 @@ class Space:
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return a list of all configurations; raise SpaceError for none, or for more than MOST_POINTS (200,000). The
-        `arguments` are those of `Space.points`.
-        """
+        """Return all configurations (`arguments`: see `Space.points`); SpaceError for none or over MOST_POINTS (200,000)."""
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)

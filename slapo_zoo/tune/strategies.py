@@ -1,8 +1,8 @@
 """Search strategies: which configuration of a grid to measure next, given the measurements so far.
 
-A strategy can rebuild its state from the measurements, so a killed search resumes where it stopped. The default one fits
-a surrogate to the measurements: a Gaussian process over a quadratic trend (step time changes smoothly with batch size
-and recomputation; Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998), and one of memory use.
+A strategy can rebuild its state from the measurements, so a killed search resumes where it stopped. The default one
+models memory use, and models throughput by a Gaussian process over a quadratic trend (step time changes smoothly with
+batch size and recomputation; Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998).
 """
 
 import random
@@ -55,7 +55,7 @@ class Surrogate:
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
-        """Return the expected excess over the value `best`, 0 where below, of each configuration: an array [points]."""
+        """Return the expected improvement of each configuration, the mean of max(value - `best`, 0): an array [points]."""
         from math import erf, pi
 
         gain = self.mean - best
@@ -207,7 +207,6 @@ class Model:
         """Return the number of the configuration to measure next, while few are measured.
 
         The configuration is an extreme of memory use (`Grid.corners`) that may fit, else the farthest from those measured.
-
         `known` has the outcomes by configuration number, `left` the numbers not measured yet.
         """
         corners = self.grid.corners(self.grid.index[self.start])
@@ -268,11 +267,10 @@ def best_of(known: Known) -> int | None:
 
 
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
-    """Return the number of a configuration in `left` (those not measured yet) that needs no more memory than each that
-    ran out of memory in `known` (number --> outcome), if there is one, else one of `left`; None if `left` is empty.
+    """Return the number of the configuration to measure next while all in `known` (number --> outcome) have failed.
 
-    The configuration lies half-way between those that failed and the one that needs least memory. After three failures
-    the one that needs least is returned.
+    Of those in `left` (not measured yet) that surely need no more memory than any that ran out (if none does: of all)
+    it is the one of middle memory use, after three such failures the one of least; None if `left` is empty.
     """
     if not left:
         return None

@@ -45,6 +45,10 @@ def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
         for name in ("tp", "pp"):
             if name not in symbols:
                 space.create_symbol(name, sizes)
+        tps, pps = (space.space[name].vals for name in ("tp", "pp"))
+        if all(ranks % (tp * pp) for tp in tps for pp in pps):
+            hint = f"give tp and pp values with a product that divides {ranks}, or change --gpus"
+            raise SlapoError("tune", f"--gpus {ranks}", "no tp * pp divides this number", hint)
         space.create_symbol("dp", lambda tp, pp: [n for n in sizes if tp * pp * n == ranks])
     found = [point for point in space.all_points() if _is_valid(point)]
     if not found:

@@ -96,9 +96,7 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_tune_command_without_a_space_searches_the_default_space_of_the_model_family(
-    tmp_path, capsys
-):
+def test_tune_command_without_symbol_options_searches_the_family_defaults(tmp_path, capsys):
     changes = [word for field in TINY for word in ("--change", field)]
     words = ("tune", "gpt2", *changes, "--seq", 16, "--steps", 1, "--evaluations", 1)
     assert cli(*words, "--db", tmp_path / "db.jsonl") == 0

@@ -50,7 +50,7 @@ def policies_within(
     if chosen is None:
         problem = f"activations need at least {human(least)} per rank, even with full recomputation"
         unit, name = (10**6, "MB") if least > 10**7 else (1000, "KB")
-        hint = f'pass activation_memory="{-(-least // unit)}{name}", the least that fits, or fewer rows'
+        hint = f'pass activation_memory="{-(-least // unit)}{name}", the least that fits, or fewer rows in micro_batch_shape='
         raise MeshError("from_pretrained", f"activation_memory={asked}", problem, hint)
     return chosen
 

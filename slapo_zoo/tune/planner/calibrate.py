@@ -38,7 +38,7 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
 
 
 def best_time(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Return the seconds of the fastest of `repeats` calls of `run`, after one to warm up; a GPU is waited for."""
+    """Return the seconds of the fastest of `repeats` calls of `run`, after one to warm up; each call waits for the GPU."""
     found = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -81,7 +81,7 @@ def host_memory() -> int:
 
 
 def sum_rate(device: str) -> float:
-    """Time an all-reduce, called on all ranks; return the bytes per second that a rank sends, counted as in a ring."""
+    """Time an all-reduce of all processes, which all call this; return the bytes per second that each sends in a ring."""
     on = torch.empty(0, device=device).device
     x = torch.ones(BUCKET_BYTES // 4, device=on)
     seconds = best_time(lambda: dist.all_reduce(x), on, 3)

@@ -85,7 +85,7 @@ class Meter:
             self._pending[ref.storage] = ref.nbytes
 
     def settle(self, storages: Iterable[int] | None = None) -> None:
-        """Count outputs of fused element-wise chains as written to memory: those in storages with ids in `storages`, None: all."""
+        """End fused element-wise chains that output to `storages` (ids; None: all chains), and count the outputs as written."""
         for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)

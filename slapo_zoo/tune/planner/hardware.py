@@ -79,7 +79,7 @@ class Hardware:
                 raise SlapoError("plan", f"hardware: {name}", problem, hint)
 
     def flops(self, dtype: str) -> float:
-        """Return the floating-point operations per second in `dtype`; if unknown, those in bfloat16, or the highest."""
+        """Return the operations per second in `dtype`; where unknown those in bfloat16, else the highest rate of any dtype."""
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:
@@ -167,5 +167,5 @@ def find_hardware(name: str) -> Hardware:
 
 
 def with_memory(hardware: Hardware, memory: float | None) -> Hardware:
-    """Return a hardware profile that differs in having `memory` bytes per device; the same profile for None."""
+    """Return a copy of `hardware` with `memory` bytes per device instead of its own; for None `hardware` itself."""
     return hardware if memory is None else replace(hardware, memory=memory)

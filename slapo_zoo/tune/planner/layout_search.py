@@ -71,7 +71,7 @@ class Planner:
         """
         key = tp, sequence_parallel and tp > 1, cp, cp_attention
         if cp > 1 and cp_attention not in SIMULATED:
-            problem = "the planner does not simulate this attention"
+            problem = "the planner does not simulate this way of attention over cp"
             hint = f"pass --cp-attention {' or '.join(SIMULATED)}"
             raise MeshError("plan", f"cp_attention={cp_attention!r}", problem, hint)
         if key not in self._profiles:
@@ -165,7 +165,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (`layout` with the lowest ZeRO stage, of 0, 1, 3, that fits into `limit` bytes, else the last; its bytes)."""
+        """Return (`layout` with the lowest ZeRO stage of 0, 1, 3 that fits into `limit` bytes, else the highest; bytes)."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:
@@ -330,7 +330,7 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of the first call of a module in each of `stages` stages, and then the number of calls."""
+        """Return the index of each stage's first call among the calls of blocks, embeddings and heads, then their number."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:

@@ -98,7 +98,7 @@ class Use(NamedTuple):
     before: float = 0.0
 
     def toward(self, other: "Use", share: float) -> "Use":
-        """Return self + share * (other - self) for each number of the two costs; a `share` above 1 extrapolates."""
+        """Interpolate each number of the costs: `share` 0 gives this cost, 1 gives `other`; above 1 extrapolates."""
         return tree_map(lambda a, b: a + (b - a) * share, self, other)
 
     def times(self, factor: float) -> "Use":
@@ -115,8 +115,8 @@ class Unit:
 
     Args:
         name: path of the module.
-        few: cost for ROWS[0] = 2 rows.
-        many: cost for ROWS[1] = 4 rows.
+        few: cost for a micro-batch of ROWS[0] (2) rows.
+        many: cost for a micro-batch of ROWS[1] (4) rows.
         parameters: bytes of the parameters that only this unit has.
         largest: bytes of the largest of these parameters.
         is_block: whether the unit is a block, after which a stage may end and which may be recomputed.

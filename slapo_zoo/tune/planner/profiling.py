@@ -223,7 +223,7 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Return True if a CPU is planned for, which draws dropout masks by a generator; `device` is unused."""
+        """Return True if the model would run on a CPU, where a generator draws dropout masks; `device` is unused."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
@@ -231,11 +231,11 @@ class _Masks(RandomStream):
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return 0 as the dropout seed for each of `count` rows and each head in `heads`; `site` is unused."""
+        """Return a list of zeros, one dropout seed for each of `count` rows and each head in `heads`; `site` is unused."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
-        """Return a tensor of the shape of x, in place of random numbers; the path `site` is unused."""
+        """Return an uninitialised tensor of the shape of x instead of random numbers; the path `site` is unused."""
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = (), first: int = 0) -> Tensor:
@@ -266,7 +266,7 @@ def dry_run(
     """Run a training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
 
     Args:
-        outline: model on the meta device, sharded as any one rank holds it.
+        outline: model on the meta device, sharded as one rank holds it.
         rows: rows of the micro-batch.
         tokens: (tokens of a row, tokens of a decoder's row, or 0 for the same number).
         stream: source of dropout masks, which allocates masks and draws none.

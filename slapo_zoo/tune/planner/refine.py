@@ -68,7 +68,7 @@ class Climb:
                 return best
 
     def _sharded(self, layout: Layout) -> Iterator[Layout]:
-        """Yield variants of `layout`: without ZeRO, then with each ZeRO stage over each number of ranks."""
+        """Yield variants of `layout`: without ZeRO, then with each ZeRO stage over each possible number of dp ranks."""
         yield replace(layout, dp_shard=1, zero_stage=3)
         for shards in divisors(layout.replicas)[1:]:
             for stage in (1, 2, 3):

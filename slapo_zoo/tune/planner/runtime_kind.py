@@ -14,7 +14,7 @@ class Runtime:
 
     Args:
         fused: True if a chain of element-wise operations is one kernel.
-        host: operations that the host runs (views, autograd, Python) for each kernel of such a chain.
+        host: operations that the host runs (views, autograd, Python) per launched kernel; used if `fused` is True.
         scores: True if attention with dropout writes its scores to memory.
         parts: True if, under sequence parallelism, a rank saves only its own tokens and gathers the others again in
             the backward; a dropout mask then takes one byte per element.
@@ -97,7 +97,7 @@ def find_runtime(name: str) -> Runtime:
     """Return the runtime called `name` ("eager", "kernels", ...); SlapoError for an unknown name lists all names."""
     if name not in RUNTIMES:
         hint = f"choose one of {', '.join(RUNTIMES)}"
-        raise SlapoError("Planner", f"runtime={name!r}", "no such runtime", hint)
+        raise SlapoError("plan", f"runtime={name!r}", "no such runtime", hint)
     return RUNTIMES[name]
 
 
@@ -106,7 +106,7 @@ def find_precision(name: str) -> Precision:
     name = precision_name(name)
     if name not in PRECISIONS:
         hint = f"choose one of {', '.join(PRECISIONS)}"
-        raise SlapoError("Planner", f"precision={name!r}", "no such precision", hint)
+        raise SlapoError("plan", f"precision={name!r}", "no such precision", hint)
     return PRECISIONS[name]
 
 

@@ -275,8 +275,7 @@ def _pipeline(
     micro-batch on each rank).
 
     The seconds of 1F1B, interleaved 1F1B and GPipe follow a formula: the busiest rank works without pause, after one
-    wait for every other stage. Other orders are simulated action by action. `wait` is the seconds of a transfer to each
-    stage.
+    wait for every other stage. Other orders are simulated action by action. `wait` has the transfer seconds to each stage.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
@@ -332,7 +331,6 @@ def _gradients(
 
     Only time that does not overlap with compute counts. Collectives of a micro-batch overlap with its compute.
     The all-reduce overlaps with the last backward, except for the last group of gradients that it sends.
-
     The rank has `parameters` parameters and the stages `mine`, and takes `micro_batch_s` seconds per micro-batch; `how`
     has hardware, runtime, precision, tp and cp.
     """
