@@ -1,4 +1,4 @@
-"""The command line: commands, the data of a training run, and `train`.
+"""The command line `slapo-zoo`: its commands, and the training loop of `slapo-zoo train`.
 
 It may import every other package of slapo_zoo, and none of them imports it.
 """

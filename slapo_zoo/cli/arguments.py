@@ -96,7 +96,7 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
     has the sharding rules of the model's family and how cp ranks shard the tokens of its inputs.
 
     If the family's own table does not say how, a tiny model is run in a separate process to find out. `where` is the name
-    of the command for errors, `cls` that of the model's class, `layout` the flags (name --> value) but the mesh sizes.
+    of the command for errors, `cls` that of the model's class, `layout` the flags of the layout (name --> value) but the mesh's.
 
     Raises:
         SlapoError: cp cannot shard the tokens of the model, or not together with these flags.
@@ -158,7 +158,7 @@ def on_ranks(
 
 
 def device_named(name: str) -> str | None:
-    """Return the device for `name`, the value of `--device`; None for "auto". Other names than cpu and cuda raise."""
+    """Return the device for `name`, the value of `--device`; None for "auto"; MeshError for names but cpu, cuda."""
     from slapo_zoo.zoo.argument_values import pick_device
 
     if name not in ("auto", "cpu", "cuda"):

@@ -59,7 +59,7 @@ WRONG = {
     "max_grad_norm: .inf": "expected a finite number",
     "eval_share: 1": "found 1.0, expected less than 1",
     "max_steps: 15e-1": "found 1.5, expected an integer",
-    "data: [a]": "hint: a file, a folder",
+    "data: [a]": "hint: correct the value of data, which means: a file, a folder",
     "report_to: [[a]]": "expected a list of texts",
     "columns: {text: 3}": "found {'text': 3}, expected a mapping of names",
     "load: {1: 2}": "expected a mapping of names",

@@ -40,7 +40,7 @@ def make(
     auto_class: Head = None,
     cp: Cp = 1,
 ) -> Any:
-    """Write how slapo_zoo shards a model (its schedule) as a card, a folder to publish; figures are marked unmeasured."""
+    """Write how slapo_zoo shards a model (its schedule) as a card, a folder to publish, without measurements."""
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.argument_values import config_of
@@ -99,7 +99,7 @@ def verify(
 @app.command()
 @command
 def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> Any:
-    """Print a unified diff of two cards for one model class: of the changes that each makes to modules of the model."""
+    """Print how two cards (published schedules) change the modules of one model class differently, as a unified diff."""
     from slapo_zoo.errors import CardError
     from slapo_zoo.zoo.cards.resolve_card import load_card
 

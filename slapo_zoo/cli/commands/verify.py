@@ -87,7 +87,7 @@ def _same_bits(
     is 1 if any bit differs). `knobs` are loader arguments; a `program`, the schedule of a card, is refused.
     """
     if program:
-        raise typer.BadParameter("--exact runs the zoo's schedule, not a card; leave one of them out", param_hint="--schedule")  # fmt: skip
+        raise typer.BadParameter("--exact runs the built-in schedule, not a card; leave one of them out", param_hint="--schedule")  # fmt: skip
     import transformers
 
     from slapo_zoo.hf import models as hf

@@ -87,7 +87,7 @@ def _require(held: Any, what: str, problem: str, hint: str) -> None:
 
 
 def check_engine(options: TrainOptions) -> None:
-    """Raise ConfigError if the engine (torch, deepspeed, megatron) is not installed or does not support another option."""
+    """Raise ConfigError if the engine (torch, deepspeed, megatron) is not installed or does not support an option that is set."""
     name, pp = options.engine, options.pp
     problem = f"not supported together with cp={options.cp}"
     _require(options.cp == 1 or not options.exact, "exact", problem, "leave exact out, or use cp=1")
@@ -148,10 +148,10 @@ def check_evaluation(options: TrainOptions) -> None:
     """Raise ConfigError for an option that lacks another which it needs, e.g. `patience` without evaluation rows, or if
     the evaluation rows are the training rows.
     """
+    names = [name for name in ("eval_data", "eval_split") if getattr(options, name)]
     if options.evaluates:
         problem = f"found --engine {options.engine}, expected torch"
-        _require(options.engine == "torch", "eval_data", problem, "leave it out, and evaluate the checkpoint later with --engine torch")  # fmt: skip
-    names = [name for name in ("eval_data", "eval_split") if getattr(options, name)]
+        _require(options.engine == "torch", [*names, "eval_share"][0], problem, "leave it out, and evaluate the checkpoint later with --engine torch")  # fmt: skip
     if options.eval_share:
         problem = f"found {' and '.join(names)} too, which is evaluated on in its place"
         _require(not names, "eval_share", problem, "leave one of them out")
@@ -176,7 +176,7 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Raise ConfigError for options under which task `pairs` would compare a pair of texts with a part of its step only."""
+    """Raise ConfigError for options under which task `pairs`, a contrastive loss, would see only some pairs of a step at once."""
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
@@ -246,7 +246,7 @@ def task_of(config: Any, asked: str | None = None) -> str:
         if asked in known:
             return asked
         problem = f"transformers has no model of the family {family!r} for this task"
-        hint = f"choose another task: {', '.join(known)}"
+        hint = f"choose another task: {', '.join(known)}" if known else "call model.train_step from a script of your own"  # fmt: skip
         raise ArchitectureError("train", f"task={asked}", problem, hint)
     if "masked" in known and not config.is_decoder and not config.is_encoder_decoder:
         return "masked"

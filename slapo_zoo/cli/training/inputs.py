@@ -90,8 +90,8 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Return a task of type `cls`, which makes model inputs and labels from `data`, a data set that is not tokenized. Names
-    of classes come from config.id2label if it has all that the data have, else from the data.
+    """Return a task of type `cls`, which makes model inputs and labels from `data`, a data set that is not tokenized. Class
+    names come from config.id2label if the classes of the data are all in it, else from the data.
     """
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
@@ -136,7 +136,7 @@ def other_rows(task: Task, options: TrainOptions) -> Any:
 
 
 def opened(name: str, split: str, cls: type[Task], options: TrainOptions) -> Any:
-    """Return the split `split` of the data set `name`, not tokenized; DataError if a task `cls` cannot read it."""
+    """Return the split `split` of the data set `name`, not tokenized; DataError if a task of type `cls` cannot read it."""
     require_columns(name, cls, options)
     return read.open_table(name, split, options.data_config)
 
@@ -189,7 +189,7 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 
 
 def most_of(rows: Any, column: str, measure: str) -> int:
-    """Return the largest result of the function `measure` of pyarrow.compute on a column of `rows`; 0 for no rows."""
+    """Return the largest value that `measure`, the name of a function of pyarrow.compute, gives for a column of `rows`, or 0."""
     import pyarrow.compute as pc
 
     found = pc.call_function(measure, [rows.data.column(column)])

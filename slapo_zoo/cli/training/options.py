@@ -130,8 +130,8 @@ ELSEWHERE = {
     "model_name_or_path": "model", "dataset_name": "data", "train_file": "data", "validation_file": "eval_data",
     "max_length": "seq_len", "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "context_parallel_size": "cp",
     "output_dir": "checkpoint, the folder of all that training needs to go on; output is that of the trained model",
-    "per_device_train_batch_size": "batch_size, which counts the rows of all copies together",
-    "train_batch_size": "batch_size, which counts the rows of all copies together",
+    "per_device_train_batch_size": "batch_size, which counts the rows of all replicas together",
+    "train_batch_size": "batch_size, which counts the rows of all replicas together",
     "gradient_accumulation_steps": "micro_batches; batch_size counts the rows of a whole step",
     "num_train_epochs": "max_steps: rows of the data * epochs / batch_size",
     "warmup_ratio": "warmup_steps: ratio * steps",
@@ -298,7 +298,7 @@ def _value(key: str, value: Any, where: str) -> Any:
                 return os.path.expanduser(read) if key in PATHS and read else read
             break
     default = getattr(TrainOptions(""), key, None)
-    hint = f"correct the value; the default is {default!r}" if default not in (None, "") else described().get(key, "correct it")
+    hint = f"correct the value; the default is {default!r}" if default not in (None, "") else f"correct the value of {key}, which means: {described().get(key, 'as in TrainingArguments')}"
     raise ConfigError(where, key, str(problem), hint)
 
 
