@@ -86,7 +86,7 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """Return the first rank whose recorded tensor `event` (or its gradient) is not the plain model's, or None."""
+        """Return the first rank whose recorded tensor `event`, or with `gradient` its gradient, is wrong; None if none is."""
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
         own = self.plain[event].grad if gradient else self.plain[event].value

@@ -155,7 +155,7 @@ def case_for(
 ) -> Case:
     """Make the test case of a config, with enough micro-batches for all stages and enough tokens for all tp ranks.
 
-    `sizes` are those of tp, pp and dp; the runs will read their weights from `folder`; `seed` is that of all draws.
+    `sizes` are those of tp, pp and dp; runs will read their weights from `folder`; `seed` is that of batch and dropout.
     """
     tp, pp, dp = sizes
     rows, drops = max(2, 2 * pp), tuple(dropouts(config))
@@ -172,7 +172,7 @@ def dropouts(config: Any) -> list[str]:
 
 
 def expressive(config: Any) -> dict[str, Any]:
-    """Return {config field: value} with which mistakes of a schedule show: no dropout, no tiny initial weights."""
+    """Return {config field: value} that make mistakes show: no dropout, larger initial weights, 0 for missing token ids."""
     known = config.to_dict()
     scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}
@@ -184,7 +184,7 @@ def expressive(config: Any) -> dict[str, Any]:
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:
-    """Return {config field: value} to load the model with: no dropout, larger initial weights, eager experts for fp64."""
+    """Return {config field: value} to load the model with: no dropout, larger initial weights, experts that run in fp64."""
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):

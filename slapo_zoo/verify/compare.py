@@ -1,4 +1,4 @@
-"""Comparison of a sharded with a plain model; the plain one's rounding error is the measure (docs/decisions/0003)."""
+"""Comparison of a sharded model with the plain one, whose own rounding error sets what is allowed (docs/decisions/0003)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +121,7 @@ class Comparison:
         findings: the differences that were found.
         worst, counts: check --> its largest error divided by the allowed one, and number of its comparisons.
         factor: the number by which every gradient is too large, if it is the same for all; else None.
-        apart: largest error that is not allowed, divided by the largest value of all tensors of its kind.
+        apart: largest error beyond its tolerance, relative to the magnitude of the compared tensors.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error of a sharded model: twice the largest distance of plain runs from fp64, plus 8 fp32 eps of a value.
+    """Allowed error of a value: twice the largest distance of plain runs from fp64, plus 8 fp32 eps times its magnitude.
 
     Args:
         truth: the run of the plain model in fp64.
@@ -373,7 +373,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Check that training with dropout has the loss and gradients of one rank (`near`) on a mesh (`found`); fill `into`."""
+    """Compare loss and gradients of a step with dropout, on the ranks of `found`, with those of one rank; record in `into`."""
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
     # the error of one number may be small by chance: gradients show how rounding grows

@@ -209,7 +209,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
 
 @contextmanager
 def _as_trained(sch: Schedule) -> Iterator[None]:
-    """Context in which backwards recompute, in eval mode too, and sum partial gradients over tp as after `build(sch)`."""
+    """Context in which checkpointed modules recompute in eval mode too, and backwards sum partial gradients over tp."""
     built, is_own = sch.state.sums, sch.state.plan is None
     for handle in built:
         handle.remove()
@@ -245,8 +245,8 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
-    """Return the gradients of the model of `sch`: unsharded on rank 0, elsewhere those of unsharded parameters; all ranks
-    call it together.
+    """Return {parameter: gradient} of the model of `sch`: on rank 0 all gradients, unsharded; on other ranks only those of
+    parameters that are not sharded. All ranks call this together.
     """
     mesh, named = sch.mesh, dict(sch.model.named_parameters())
     rows = [row for row in plan_of(sch.state).saved if row.name in named]
@@ -269,7 +269,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Return a context without `nn.Dropout` and, at first, gradients; its end restores the state of `model`."""
+    """Return a context with `nn.Dropout` off, all `.grad` None at its begin, and the state of `model` restored at its end."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()

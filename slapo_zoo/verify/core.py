@@ -39,7 +39,7 @@ def verify(
         mesh: sizes of tp, pp and dp.
         schedule: "zoo" (the built-in one of the family), a Schedule, a list of (pattern of module paths, directive), or
             a function that shards the Schedule that it gets. "auto" means "zoo" if there is one, and is refused
-            otherwise, as derived ones are proven already.
+            otherwise, as a derived schedule is verified when it is derived.
         quick: verify a small config of the same family; False verifies the given one.
         seed: seed of weights, batch and dropout.
         folder: checkpoint to take weights from; None draws random ones. It is not read with `quick`.
@@ -65,17 +65,17 @@ def verify(
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
-    """Return "zoo" if `schedule` is "auto" and the zoo has a table of sharding rules of the family, else `schedule`.
+    """Return "zoo" if `schedule` is "auto" and slapo_zoo has built-in sharding rules of the family, else `schedule`.
 
     Raises:
-        ArchitectureError: the schedule is "auto" and the zoo has no table of the family.
+        ArchitectureError: the schedule is "auto" and slapo_zoo has no built-in rules of the family.
     """
     if not (isinstance(schedule, str) and schedule == "auto"):
         return schedule
     if config.model_type in families():
         return "zoo"
-    problem = f"the zoo has no table of {config.model_type}, and a derived one is verified when it is derived"
-    hint = "slapo-zoo derive MODEL --tp N --pp N derives and proves a table; --write adds it to the zoo"
+    problem = f"found no built-in sharding rules of {config.model_type}; derived rules are verified when they are derived"
+    hint = "slapo-zoo derive MODEL --tp N --pp N derives and verifies them; --write makes them built-in"
     raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 
 
@@ -125,7 +125,7 @@ class _Verification:
         return (path,) if known else ()
 
     def _where_it_raises(self) -> tuple[str, ...]:
-        """Run the schedule again; return the paths of the module that runs when it raises and of the module that ran before."""
+        """Run a step again; return paths of the module that raises and of the module that ran before it, () if none raises."""
         try:
             on_mesh(recorded, self.trial, DTYPES[1])
         except Exception as error:
@@ -133,9 +133,9 @@ class _Verification:
         return ()
 
     def _located(self) -> Divergence | None:
-        """Return the first difference from the plain model, None if none is found; if only the check with dropout
-        failed, the search runs with dropout. With cp > 1, where each rank has only some tokens, no tensors of modules
-        are compared: it is the loss, or all gradients, or the module of the first parameter that a failed check names.
+        """Return the first difference from the plain model, or None if none is found; the search runs with dropout if only
+        the check with dropout failed. With cp > 1, where each rank has only some tokens, no tensors of modules are
+        compared: the difference is in the loss, in all gradients, or at the first parameter that a failed check names.
         """
         if self.trial.mesh.cp > 1:
             return self._beyond_modules(None) or self._at_named_parameter()
@@ -157,9 +157,10 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Return a difference that no module explains: in the loss, in a factor of all gradients, or in their norm.
+        """Return a difference that no module explains (the loss, one factor of all gradients, their norm), else `divergence`.
 
-        Return `divergence`, the first module that differs, if there is none such or this module's forward differs.
+        `divergence`, the first module that differs or None, comes first if its forward differs. If the norm is wrong
+        because replicated parameters have different gradients on the ranks that hold them, the result is None.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -176,7 +177,7 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _replica_findings(self) -> list[Finding]:
-        """Return the differences of parameters that ranks should hold equal but whose gradients differ between ranks."""
+        """Return the findings on replicated parameters whose values and gradients differ between the ranks that hold them."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 

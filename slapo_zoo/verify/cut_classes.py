@@ -34,7 +34,7 @@ def class_by_token(cls: Any) -> Any:
     rank = lambda one: next(i for i, e in enumerate(ENDINGS) if one.__name__.endswith(e))  # noqa: E731
     if not head.labels or (not head.by_token and not found):
         name = cls.__name__
-        raise refusal(f"the loss of {name} is no mean over tokens, and no class beside it has one")
+        raise refusal(f"the loss of {name} is no mean over tokens, and no other class of its module has one")  # fmt: skip
     cls = cls if head.by_token else min(found, key=rank)
     if not accepts(cls, "input_ids"):
         raise refusal(f"{cls.__name__} takes no input_ids")
@@ -44,7 +44,7 @@ def class_by_token(cls: Any) -> Any:
 def require_token_loss(cls: Any) -> None:
     """Raise ArchitectureError for a class whose loss is no mean over the tokens of text."""
     if class_by_token(cls) is not cls:
-        problem = f"the loss of {cls.__name__} is no mean over tokens, and its family has no table"
+        problem = f"the loss of {cls.__name__} is no mean over tokens, and slapo_zoo has no sharding rules of its family"
         raise refusal(problem)
 
 

@@ -245,7 +245,7 @@ def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
             before, now = (int((x == 1).sum()) for x in (want, ours))
             return (
                 f"changing token {number % TOKENS} changes {before} positions of the plain model and "
-                f"{now} of the cut one; the first module that differs is {name}"
+                f"{now} of the sharded one; the first module that differs is {name}"
             )
     return "" if _equal(found, plain.logits) else f"the output of {name} differs"
 

@@ -45,7 +45,7 @@ def step(table, folder, config, mesh, images):
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["tp2", "pp2"])
-def test_images_train_over_ranks_though_a_derivation_runs_text_alone(mesh, tmp_path):
+def test_schedule_derived_from_text_alone_trains_on_images_as_one_rank_does(mesh, tmp_path):
     vision = SiglipVisionConfig(**SIZES, image_size=16, patch_size=8, attention_dropout=0.5)
     text = LlamaConfig(**SIZES, vocab_size=96, pad_token_id=0)
     config = LlavaConfig(
@@ -68,7 +68,7 @@ def test_images_train_over_ranks_though_a_derivation_runs_text_alone(mesh, tmp_p
         emulate(step, table, tmp_path, config, mesh, [2, 1, 1, 0], mesh=mesh)
 
 
-def test_derivation_that_leaves_a_group_unsharded_may_still_split_the_batch():
+def test_schedule_derivation_that_leaves_experts_unsharded_may_still_split_the_batch():
     search = Search.__new__(Search)
     search.sizes, search.groups, search.left_whole = (2, 1, 1), ["experts", "mlp"], {}
     search.candidates = lambda: [search._structural, search._gathered]
@@ -78,6 +78,6 @@ def test_derivation_that_leaves_a_group_unsharded_may_still_split_the_batch():
     assert (search.undivided, list(search.left_whole)) == (False, ["experts"])
 
 
-def test_derived_table_of_batch_norms_has_the_loss_of_one_process_over_data_parallel_ranks():
+def test_schedule_derivation_over_two_dp_ranks_succeeds_for_a_batch_norm_model():
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     assert derive(config, ResNetForImageClassification, (1, 1, 2)).table.batch_statistics

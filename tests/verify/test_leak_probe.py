@@ -59,7 +59,7 @@ def test_cp_support_probe_refuses_bloom_and_names_the_first_module_that_differs_
     with pytest.raises(ArchitectureError) as raised:
         probed("BloomForCausalLM")
     assert (
-        "changing token 0 changes 16 positions of the plain model and 8 of the cut one; "
+        "changing token 0 changes 16 positions of the plain model and 8 of the sharded one; "
         "the first module that differs is transformer.h.0.self_attention" in str(raised.value)
     )
 
@@ -121,7 +121,7 @@ def test_refusal_of_a_model_that_leaks_over_cp_counts_the_outputs_that_one_token
     ranks = [Seen(part, {"attention": part, "mlp": part}) for part in cut.split(2, 1)]
     whole = Seen(plain, {"attention": cut, "mlp": plain})
     assert leaks(whole, ranks) == (
-        "changing token 0 changes 4 positions of the plain model and 2 of the cut one; "
+        "changing token 0 changes 4 positions of the plain model and 2 of the sharded one; "
         "the first module that differs is mlp"
     )
     assert first_unlike(whole.modules, [seen.modules for seen in ranks]) == "mlp"
