@@ -1,4 +1,4 @@
-"""The search of `slapo-zoo tune MODEL`: its space, the planner's forecasts, and measuring workers."""
+"""The search of `slapo-zoo tune MODEL`: its configurations, their forecasts, and the processes that measure them."""
 
 from collections.abc import Mapping
 from dataclasses import replace

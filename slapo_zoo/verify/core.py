@@ -110,7 +110,7 @@ class _Verification:
         return Report.of(case.cls, self.trial.mesh, found, divergence, schedule, error, case.seed)
 
     def _does_not_run(self, error: Exception) -> Report:
-        """Return the report of a schedule that raised `error`; its divergence is the module that was running."""
+        """Return the report of a schedule that raised `error`; the module that was running is its first difference."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
         paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)
@@ -182,7 +182,7 @@ class _Verification:
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _at_named_parameter(self) -> Divergence | None:
-        """Return a divergence at the module of the first parameter that a failed check names; None if none is named."""
+        """Return the module of the first parameter that a failed check names, as the first difference; None if none is named."""
         for finding in (*self._replica_findings(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)

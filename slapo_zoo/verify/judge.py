@@ -178,7 +178,7 @@ def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load this rank's part of a trial's model with config fields `changes`; all ranks of the mesh call it together."""
+    """Return this rank's part of the model of `trial`, loaded with the config fields `changes`; all ranks call this."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,

@@ -208,7 +208,9 @@ def test_lists_of_equal_blocks_are_detected_inside_resnet_stages_and_bart_towers
     assert find_stacks(bart) == ["encoder.layers.*", "decoder.layers.*"]
 
 
-def test_schedule_derivation_splits_only_the_decoder_into_stages_if_others_fail(searches, monkeypatch):
+def test_schedule_derivation_splits_only_the_decoder_into_stages_if_others_fail(
+    searches, monkeypatch
+):
     """Cuts in all lists of blocks, then in each list alone, are tried; here only cuts in the decoder pass."""
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Command `slapo-zoo card`: makes, checks, compares, publishes and downloads schedule cards."""
+"""Command `slapo-zoo card`: makes, checks, compares, publishes and downloads cards (published ways to shard a model)."""
 
 from pathlib import Path
 from typing import Annotated, Any

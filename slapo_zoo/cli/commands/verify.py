@@ -1,4 +1,4 @@
-"""Command `slapo-zoo verify`: checks that a schedule computes what the plain model computes."""
+"""Command `slapo-zoo verify`: checks that a model, sharded and changed by a schedule, computes what the plain one does."""
 
 from pathlib import Path
 from typing import Annotated, Any

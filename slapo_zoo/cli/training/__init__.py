@@ -1,1 +1,1 @@
-"""Training of a scheduled model: options, checks, inputs, training loop, log and evaluation."""
+"""Training of a sharded model by `slapo-zoo train`: options, checks, inputs, training loop, log and evaluation."""
