@@ -30,7 +30,7 @@ class Layout:
         stages_per_rank: pipeline stages on each pp rank.
         checkpoint_ratio: share of the blocks that are recomputed, 0 to 1.
         checkpoint_policy: what the recomputed blocks keep: "" nothing, "save_matmuls", "attention", "offload" or "sharded";
-            or one of these, "keep" or "recompute" for each block.
+            or a tuple that has one of these, "keep" or "recompute" for each block.
         sequence_parallel: whether tp ranks shard the tokens too.
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).

@@ -35,7 +35,7 @@ class StageMemory:
         inner: most bytes alive above `held` while the backward of a block runs (`peak` includes embedding and head).
         first: parameters of the largest module before the blocks, tied parameters included.
         last: parameters of the largest module after the blocks.
-        elsewhere: part of `received` that only other tp ranks keep until the backward.
+        elsewhere: part of `received` that only other tp ranks keep until the backward (checkpoint_policy "sharded").
     """
 
     parameters: int
