@@ -148,9 +148,9 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq [B, S, H, D], the gradient of a block of queries of one head, and what the block adds to the gradient of
-    the bias table. A program of the grid loops over the keys; d_out is the gradient of the output. `_scores` and
-    `_keep` in this file explain the arguments after v.
+    """Compute dq [B, S, H, D] for a block of BM queries of one head, and what these add to the gradient of the bias table.
+    A program of the grid loops over the keys. d_out is the gradient of the output, `delta` the result of `_delta_kernel`,
+    `log_sum` the log-sum-exp of the scores; `_scores` and `_keep` explain the arguments after v.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -203,10 +203,10 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv [B, T, H, D], the gradients of BN keys and values of one head.
+    """Compute dk and dv [B, T, H, D] for a block of BN keys and values of one head.
 
-    A program of the grid loops over the queries; d_out [B, S, H, D] is the gradient of the output. `_scores` and
-    `_keep` in this file explain the arguments after v.
+    A program of the grid loops over the queries. d_out is the gradient of the output, `delta` the result of
+    `_delta_kernel`, `log_sum` the log-sum-exp of the scores; `_scores` and `_keep` explain the arguments after v.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H

@@ -15,13 +15,13 @@ SMALL = 1 << 24  # number of scores up to which a CPU keeps all: that is faster
 def serves(q: Tensor, mask: Tensor | None, keys: int, drawn: bool) -> bool:
     """Return whether `seeded_attention` supports these arguments and is the faster choice for them.
 
-    With hashed dropout it supports a boolean attention mask that all heads share, but no additive one. With
-    dropout drawn on a CPU it supports every attention mask, but is slower for fewer than SMALL scores.
+    With hashed dropout it supports a boolean attention mask that all heads share, but no additive one. With dropout
+    drawn on a CPU it supports every attention mask, but is slower for SMALL (2^24) attention scores or fewer.
 
     Args:
         q: queries [B, H, S, D].
         mask: attention mask of `transformers`, or None.
-        keys: number of keys.
+        keys: number T of keys.
         drawn: True if a random generator of the CPU draws the dropout masks, False if they are hashed from seeds.
     """
     if drawn:

@@ -69,8 +69,8 @@ def _forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> Tensor:
-    """Run BertEmbeddings.forward (same arguments) with this kernel's norm and dropout. The embeddings are always the
-    child modules, because a module's output is all-reduced if it is sharded over tp.
+    """Run BertEmbeddings.forward (same arguments) with this kernel's norm and dropout. The embeddings are looked up by the
+    child modules, not by the kernel, because a child that is sharded over tp also all-reduces its output.
     """
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]

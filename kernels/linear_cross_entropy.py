@@ -1,7 +1,7 @@
 """Kernel linear_cross_entropy: the loss of an LM head without all logits in memory, also for a sharded vocabulary.
 
-N rows, H hidden size, V classes. `vocab_parallel_cross_entropy` takes logits whose columns are sharded over
-ranks, `vocab_parallel_linear_cross_entropy` a head whose rows are.
+N rows, H hidden size, V classes. If ranks shard the classes, `vocab_parallel_cross_entropy` takes a rank's columns of
+the logits, and `vocab_parallel_linear_cross_entropy` hidden states and a rank's rows of the head's weight.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run the LM head `module` on hidden states [..., H]; in training return LogitsOnDemand, computed only if they are read."""
+    """Run the LM head `module` on hidden states [..., H]; return logits, in training LogitsOnDemand, computed when read."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731

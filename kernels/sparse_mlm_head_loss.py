@@ -65,7 +65,7 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 
 
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run an MLM head on hidden states; in training return LogitsOnDemand, which are computed only if they are read."""
+    """Run an MLM head on hidden states; return logits, in training LogitsOnDemand, which are computed when read."""
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)

@@ -1,7 +1,7 @@
 """Kernel unpadded_encoder: run the layers of a BERT-like encoder on the real tokens of a padded batch only.
 
-Real tokens are packed into one row while the layers run; their attention (`core_attn`) stays within each batch row. B
-batch rows, S tokens, N real tokens of all rows.
+Real tokens are packed into one row while the layers run; in each layer the child `core_attn` computes attention within
+each batch row. B batch rows, S tokens, N real tokens of all rows.
 """
 
 from collections.abc import Callable

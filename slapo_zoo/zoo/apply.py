@@ -170,8 +170,8 @@ def _activation_rows(sch: Schedule, blocks: list[str]) -> list[Row]:
 
 
 def _drawing_rows(sch: Schedule) -> list[Row]:
-    """Return (path, rule) of the modules whose own forward draws what all tp ranks must draw alike, and for which the
-    family's table has no such rule: which layers LayerDrop skips, or noise on a router's input.
+    """Return (path, rule) for modules whose own forward draws random values: layers that LayerDrop skips, noise on a
+    router's input. The rule makes all tp ranks draw the same; modules that have this rule from the table are left out.
     """
     return [(path, dropout) for path, module in sch.state.modules.items()
             if any(value for name, value in vars(module).items() if DRAWS.search(name))
@@ -181,15 +181,15 @@ def _drawing_rows(sch: Schedule) -> list[Row]:
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`.
 
-    Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next
-    module with the rule `enter`, which contains column-parallel linears. The first block of each list of blocks
+    Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next module that
+    contains column-parallel linears (rule `enter`). The first block of each list of blocks
     shards the tokens, and the last block gathers them; a block that runs several times does both at each call.
     The gradients of parameters that are replicated inside the blocks are summed over tp.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
-        problem = "the family's table has no rule that shards tokens"
-        hint = "leave sequence_parallel out: the model has no axis of tokens"
+        problem = "slapo_zoo has no rule that shards tokens for this family"
+        hint = "leave sequence_parallel out, and use tp without it"
         what = f"sequence_parallel of {table.model_type}"
         raise ArchitectureError("from_pretrained", what, problem, hint)
     prefix, found = base_prefix(sch.model), []
@@ -253,9 +253,8 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the estimated cost in a training step of each unit (block, embedding or head), given by paths in `units`.
-
-    If the forward fails on fake tensors, or runs fewer than `num_stages` - 1 of the `blocks`, the cost of a
+    """Return the estimated operations of a training step in each unit: a block, embedding or head, whose path is in
+    `units`. If the forward fails on fake tensors, or runs fewer than `num_stages` - 1 of the `blocks`, the cost of a
     unit is its number of weights.
     """
     try:

@@ -66,7 +66,7 @@ def local_folder(
     folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
     """
     if Path(name_or_path).exists() or not is_missing(Path(name_or_path)):
-        return _of_model(Path(name_or_path) / (hub.subfolder or ""))
+        return _without_adapter(Path(name_or_path) / (hub.subfolder or ""))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -82,11 +82,11 @@ def local_folder(
         problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
         hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
         raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
-    return _of_model(Path(fetched) / (hub.subfolder or ""))
+    return _without_adapter(Path(fetched) / (hub.subfolder or ""))
 
 
-def _of_model(folder: Path) -> Path:
-    """Return a checkpoint's folder; SlapoError if it holds an adapter, which `transformers` would load with its base model."""
+def _without_adapter(folder: Path) -> Path:
+    """Return `folder` unchanged; SlapoError if it holds an adapter, which `transformers` would load with its base model."""
     if not (folder / "adapter_config.json").exists():
         return folder
     problem = "found adapter_config.json: this folder holds an adapter of peft"
@@ -127,8 +127,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def _use_own_gpu() -> None:
-    """Make this rank's GPU the current one where the user's init_process_group("nccl") left that open: the device that
-    the group is bound to or, if CUDA was not used yet, the one of LOCAL_RANK.
+    """Make this rank's GPU the current CUDA device, which init_process_group("nccl") does not: the GPU that the process
+    group is bound to or, if there is none and CUDA was not used yet, GPU number LOCAL_RANK.
     """
     world: Any = dist.group.WORLD
     local, own = os.environ.get("LOCAL_RANK"), world.bound_device_id
@@ -189,7 +189,7 @@ def _without_quantization(folder: Path, config: Any) -> Any:
         return config
     method = found.get("quant_method") if isinstance(found, dict) else None
     problem = f"this checkpoint is quantized ({method or type(found).__name__}); quantized weights cannot be trained"
-    hint = "load the checkpoint that was quantized, or one that was dequantized"
+    hint = "load the original checkpoint, from before the quantization, or a dequantized one"
     raise SlapoError("from_pretrained", str(folder), problem, hint)
 
 
@@ -263,8 +263,8 @@ OF_FAMILIES = HEADS[:3]  # heads for a bare family name; published cards are for
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return the name of the auto class with which to load a model: `head` if given, or None if the config names a class;
-    else "AutoModelFor" + the first of `heads` that has a class with a loss for the config, or None.
+    """Return the name of the auto class with which to load a model: `head` if it is given; None if the config names the
+    class; else "AutoModelFor" + the first of `heads` ("CausalLM", ...) whose class for this config has a loss, or None.
     """
     import transformers
 

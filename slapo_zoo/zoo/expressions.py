@@ -26,7 +26,7 @@ _COMPARISONS: dict[type, Callable[[int, int], bool]] = {
 
 
 class Named(int):
-    """An int that carries the name of its size, e.g. "head_dim", so that a schedule can be written for other sizes."""
+    """An int that carries the name of the model size that it is, e.g. "head_dim", which a published schedule then stores."""
 
     name: str = ""
 

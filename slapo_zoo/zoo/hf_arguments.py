@@ -25,9 +25,9 @@ ANYWAY: dict[str, tuple[Any, ...]] = {
 }
 # The same for `save_pretrained`: (values, hint). All ranks call it, so `is_main_process` says nothing.
 SAVED_ANYWAY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "is_main_process": ((True, False), ""),
+    "is_main_process": ((True, False), "leave it out: all ranks call save_pretrained"),
     "safe_serialization": ((None, True), "leave it out: transformers reads safetensors, and no pickle is written"),
-    "state_dict": ((None,), "leave it out: the model's own tensors are written; others by safetensors.torch.save_file"),
+    "state_dict": ((None,), "leave it out: the model's tensors are written; write others by safetensors.torch.save_file"),
     "save_peft_format": ((True,), "leave it out: an adapter is written as peft does"),
     "save_original_format": ((True,), "leave it out: files have the keys that transformers writes"),
     "distributed_checkpoint": ((False,), "leave it out: every rank writes its slices anyway"),
@@ -89,7 +89,7 @@ class HubArguments:
             return None
         if not hasattr(self.config, "to_dict"):
             problem = f"found a {type(self.config).__name__}, expected a config of transformers"
-            hint = "pass a config object, or its folder; single fields by name"
+            hint = "pass a config object, or its folder; to change a field, pass it by name, e.g. num_hidden_layers=2"
             raise SlapoError(WHERE, "config=", problem, hint)
         config = copy.deepcopy(self.config)
         for name, value in changes.items():

@@ -138,7 +138,7 @@ def _check_shapes(place: str, specs: dict[str, TensorPlan], found: dict[str, Sou
     if wrong:
         name = wrong[0]
         problem = f"found shape {list(found[name].shape)}, expected {list(specs[name].shape)}"
-        hint = f"{len(wrong)} tensors do not fit: pass the checkpoint of this config"
+        hint = f"{len(wrong)} tensors do not fit config.json beside them: repair that file, or pass another checkpoint"
         raise WeightsError(place, name, problem, hint)
 
 

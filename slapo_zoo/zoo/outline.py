@@ -105,7 +105,7 @@ class Outline:
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         if added := sorted(parameters - whole.keys()):
             problem = "a directive added this parameter, for which neither checkpoints nor the config have values"
-            hint = "replace modules by ones with the same parameters; create_schedule(model) takes any module"
+            hint = "replace modules by ones with the same parameters, or use create_schedule(model): it takes any module"
             raise ScheduleError(added[0], "schedule", problem, hint)
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),
@@ -129,7 +129,7 @@ class Outline:
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
     def _apply(self, options: BuildOptions) -> None:
-        """Apply the user's own schedule; MeshError if it cuts the model into a wrong number of pipeline stages."""
+        """Apply `options.schedule`, the module changes that the user passed; MeshError for a wrong number of stages."""
         schedule = options.schedule
         if kind_of(schedule) in ("card", "function"):
             schedule(self.schedule)
@@ -147,7 +147,7 @@ class Outline:
 
 
 def _refuse_knobs(options: BuildOptions) -> None:
-    """Raise SlapoError for an option, e.g. `kernels`, that has no effect beside the user's own schedule."""
+    """Raise SlapoError for an option, e.g. `kernels`, that has no effect if the user passes the changes of modules."""
     for name in (
         "checkpoint_ratio",
         "sequence_parallel",
@@ -168,7 +168,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def require_cp_attention(modules: Mapping[str, Any], n: int, way: str) -> None:
     """Raise MeshError if `way` is "ulysses" and n does not divide the number of heads of some attention on this rank,
-    or if it is "ring" and an attention computes its own scores.
+    or if it is "ring" and an attention module (GPT-Neo, GPT-J) computes the scores of all keys at once.
 
     Args:
         modules: path --> module of a model.

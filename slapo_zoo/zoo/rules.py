@@ -67,7 +67,8 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
     Args:
         axis: input axis of the weight, which is sharded.
         unit: name of the size (e.g. "head_dim") that says how many neighbouring inputs stay on one rank.
-        together: name of the number of query heads per KV head; a rank gets whole such groups, or parts and a copy of it.
+        together: name of the number of query heads per KV head; a rank gets all query heads of a KV head, or an equal
+            part of them if there are more ranks than KV heads.
         tokens: axis of the output that sequence parallelism shards; -1 leaves the tokens unsharded.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
@@ -76,8 +77,8 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """Return the rule of an attention: its child `core_attn` computes softmax(q k^T) v, and its attributes count this
-    rank's heads.
+    """Return the rule of an attention: it gets a child `core_attn` that computes softmax(q k^T) v, and its attributes that
+    count heads are divided by tp.
 
     `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
     `attributes` are pairs (attribute of the module, "" if the attribute counts heads; the name of the number of columns

@@ -44,7 +44,7 @@ def extend(function: Callable[[Any], Any]) -> Extended:
     """Return a value of `schedule=` that applies the family's sharding rules, then a function to the schedule.
 
     Args:
-        function: called with the schedule (paths of `model.schedule`): `lambda s: s["transformer.h.0"].checkpoint()`.
+        function: called with the model's schedule, e.g. `lambda sch: sch["transformer.h.0"].checkpoint()`.
     """
     if not callable(function):
         hint = "pass a function of one argument, the schedule"

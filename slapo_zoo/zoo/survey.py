@@ -1,4 +1,4 @@
-"""Survey of a schedule: shapes, bytes and collectives of every rank, without weights or processes."""
+"""Survey of a scheduled model: shapes, bytes and collectives of every rank, without weights or processes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -106,7 +106,9 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """Yield the tensors that stages exchange in a step, tied weights too; `calls` are a forward's calls with shapes."""
+    """Yield a record of each tensor that stages exchange in a step of one micro-batch: activations, their gradients, those
+    of tied weights. `calls` are the module calls of a forward, with tensor shapes.
+    """
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):
         for shape in map(plan.shape, plan.crossing(stage)):

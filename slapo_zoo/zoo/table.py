@@ -94,10 +94,9 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def positions_of(self, cls: type) -> str | None:
-        """Return how a model class finds its tokens' positions before cp shards the tokens, the value in `cut_tokens`.
-
-        A class whose head reads whole rows takes the first value in `cut_tokens`. None is returned for other classes
-        that `cut_tokens` does not name: they cannot train with cp > 1.
+        """Return how a model class finds its tokens' positions before cp shards the tokens: its value in `cut_tokens`, such
+        as "counted" (0, 1, 2, ...) or "relative" (T5). A class that `cut_tokens` does not name takes the first value if
+        its head reads whole rows, else None is returned: the class cannot train with cp > 1.
         """
         head, told = head_of(cls.__name__), self.cut_tokens
         of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)
@@ -222,8 +221,8 @@ def load_tables() -> None:
 
 
 def image_tokens(config: Any, sides: Sequence[int] = ()) -> int:
-    """Return the number of tokens of an image in a vision transformer: its patches, and one of the class. `sides` are
-    its height and width, by default those of the config.
+    """Return the number of tokens of an image in a vision transformer: its patches and one class token. `sides` are the
+    image's height and width, by default those of the config.
     """
     both = config.image_size, config.patch_size
     size, patch = ((n, n) if isinstance(n, int) else n for n in both)

@@ -63,7 +63,9 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return these bounds adapted to a config's heads and layers (`own`: its fields); unchanged if `ranks` is 0."""
+        """Return bounds for a config with the fields `own`, whose heads `ranks` ranks then share as unevenly as before; the
+        same bounds if `ranks` is 0.
+        """
         if not self.ranks:
             return self
         heads = _counts(own, _heads)
@@ -257,8 +259,8 @@ def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
 
 
 def _window(now: dict[str, int], stages: int) -> int:
-    """Return a window size, at least 2, that fits the last stage's grid of patches; each stage
-    halves the grid. `now` are the shrunken config's fields.
+    """Return the side of an attention window, at least 2, that fits the last stage's grid of patches. Each of the `stages`
+    stages but the first halves the grid. `now` are the shrunken config's fields.
     """
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))

@@ -135,7 +135,7 @@ def test_offline_mode_loads_a_cached_schedule_card_and_refuses_an_uncached_one(
     found, _ = run(hub, folder, "offline", "reader", offline="1")
     assert found["by sha"] == found["by tag"] == loaded[0]["hash"]
     assert "was not fetched before" in found["not there"]
-    assert "take one from the cache" in found["no sha"]
+    assert "that was downloaded before" in found["no sha"]
 
 
 def test_python_file_of_a_schedule_card_runs_only_with_trust_remote_code_and_a_pinned_sha(loaded):

@@ -41,7 +41,7 @@ def test_verify_passes_the_schedule_of_every_model_family_on_every_layout(family
     config, head = config_of(family)
     sizes, knobs = LAYOUTS[layout]
     if family in ("wideresnet", "swin") and knobs:
-        with pytest.raises(ArchitectureError, match="no axis of tokens"):
+        with pytest.raises(ArchitectureError, match="no rule that shards tokens"):
             verify(config, head, sizes, **knobs)
         return
     report = verify(

@@ -16,7 +16,7 @@ from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.zoo.options import INSTEAD, KNOBS, LoaderOptions, tunable
 from slapo_zoo.zoo.table import families, table_for
 
-# Swin has no axis of tokens, and parts of a batch of CLIP do not add up to its loss
+# Swin has no rule that shards tokens, and parts of a batch of CLIP do not add up to its loss
 WITHOUT_PARTS = {"swin": "2x1x1", "clip": "2x1x1"}
 SEAM = [family for family in HEADS if "eager" in table_for(family).tunable.get("attention", ())]
 

@@ -201,9 +201,9 @@ def readable(what: str) -> Iterator[None]:
 
     offline = (LocalEntryNotFoundError, EntryNotFoundError, OfflineModeIsEnabled)
     hints: list[tuple[Any, str]] = [
-        (RepositoryNotFoundError, "check its name; private ones need a token"),
+        (RepositoryNotFoundError, "check its name; for a private one, log in with `hf auth login`"),
         (RevisionNotFoundError, "check the sha or tag"),
-        (offline, "check the network, or take one from the cache"),
+        (offline, "check the network, or name a card that was downloaded before"),
         (HfHubHTTPError, "log in with `hf auth login`, or try later"),
         ((HFValidationError, LocalTokenNotFoundError, OSError), "check the name, the token and the network"),
     ]  # fmt: skip

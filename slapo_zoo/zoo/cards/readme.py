@@ -51,7 +51,7 @@ def metadata_of(data: bytes) -> dict[str, Any]:
 
 
 def _refused(problem: str, hint: str = "") -> CardError:
-    hint = hint or "write plain YAML without tags, anchors and repeated keys"
+    hint = hint or "write plain YAML without tags, anchors, repeated keys and deep nesting"
     return CardError("README.md", "metadata", problem, hint)
 
 

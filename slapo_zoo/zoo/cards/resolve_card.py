@@ -52,7 +52,7 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
     program = program_for_all(name, mesh)
     if program.model_type != MODULE:
         problem = f"the card is for {program.model_type} models of transformers"
-        hint = f"AutoScheduledModel.from_pretrained(..., schedule={name!r})"
+        hint = f"load such a model by AutoScheduledModel.from_pretrained(..., schedule={name!r})"
         raise CardError("card", "model_type", problem, hint)
     kind = type(module).__name__
     if kind != program.model_class:
@@ -101,7 +101,7 @@ def _check_digest(program: Program, found: str, hint: str) -> None:
 
 
 def program_for_all(name: str, mesh: Mesh) -> Program:
-    """Return, on every rank, a published schedule as data; rank 0 reads it from `name`, as `load_card` takes it."""
+    """Return on every rank the published schedule `name` (card folder, .json, org/name@revision), which rank 0 reads."""
 
     def first() -> bytes:
         return load_card(name).program.to_bytes() if mesh.rank == 0 else b""

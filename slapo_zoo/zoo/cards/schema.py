@@ -59,5 +59,5 @@ def validator() -> Any:
 
 
 def _primitive_of(rule: Any) -> str:
-    """Return the name of the primitive whose arguments a rule of the schema describes."""
+    """Return the name of the primitive (kind of change, e.g. "shard") whose arguments a rule of the schema describes."""
     return rule["if"]["prefixItems"][1]["const"]

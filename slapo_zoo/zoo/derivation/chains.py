@@ -57,8 +57,8 @@ class Chains:
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
         """Record a call of the torch function `name`: if it is element-wise, its result `out` holds the input's columns.
 
-        After any other function the columns count as mixed: they cannot be sharded. `draws` is True
-        if the function draws random numbers.
+        After any other function, or if the function draws random numbers (`draws` is True), the columns count as
+        mixed: they cannot be sharded.
         """
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:

@@ -70,7 +70,7 @@ class Observation:
         return min(found, default=self.entered.get(path, NEVER))
 
     def idle(self, model: nn.Module) -> list[str]:
-        """Return the paths of the outermost modules that did not run (a tower for images), or [] without calls."""
+        """Return the paths of the outermost modules that did not run (a tower for images); [] if no call was recorded."""
         ran, found = "\n".join(["", *(f"{path}." for path in self.calls)]), ["."]
         for path, module in model.named_modules() if self.calls else ():
             outer = f"\n{path}." in ran or path.startswith(found[-1])

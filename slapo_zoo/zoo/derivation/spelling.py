@@ -15,8 +15,8 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with a layer number holds for that la
 
 @dataclass(frozen=True)
 class Spelling:
-    """Rules that turn the keys in a family's files into names of its model's tensors: `renames` of (part of a key, part
-    of a name), `pieces` for tensors stored in several pieces. `unknown` are the keys that no rule explains.
+    """Rules that turn keys in a family's checkpoint files into names of its model's tensors: `renames` are pairs (part of a
+    key, its substitute), `pieces` are for tensors stored under several keys. `unknown` are the keys that no rule explains.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -113,8 +113,8 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield (part, n) for each way in which files may store a tensor: `part` is the tensor, or its slice for expert 0,
-    which is stored as n equal slices along axis 0.
+    """Yield (part, n) for each way in which files may store a tensor: n equal slices along axis 0 of `part`, which is the
+    tensor, or the slice tensor[0] of expert 0 if the files store each expert by itself.
     """
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
@@ -125,8 +125,8 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
-    The rule holds the end of the name and the end of each key: what follows the dotted parts with which all of them
-    begin, and the last of these parts. `numbered` True: the first number 0 in the end of a key is an expert's index.
+    The rule holds the ends of the name and of each key, from the last dotted part of their common beginning on (not
+    if that is a number). If `numbered`, the first number 0 in the end of a key is an expert's index, and becomes {}.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

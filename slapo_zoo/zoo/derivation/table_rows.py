@@ -112,7 +112,7 @@ class Modules:
 
 
 def undivided_table(config: Any, model: Any) -> Table:
-    """Return a table of rules that shards nothing and forbids micro-batches, for a model whose forward is not observed."""
+    """Return a table of rules that shards nothing and forbids micro-batches, if no rules can be derived for the model."""
     return replace(derive_table(config, model, Observation(), None), undivided=True)
 
 
@@ -178,7 +178,7 @@ def with_seams(table: Table, model: Any) -> Table:
 
 
 def _calls_interface(module: nn.Module) -> bool:
-    """Return whether a module (which is no PreTrainedModel) has a method that reads ALL_ATTENTION_FUNCTIONS."""
+    """Return whether a module has a method that reads ALL_ATTENTION_FUNCTIONS; False for a PreTrainedModel."""
     every = (f for cls in type(module).__mro__ for f in vars(cls).values() if callable(f))
     methods = map(inspect.unwrap, every)
     codes = (getattr(method, "__code__", None) for method in methods)
@@ -206,7 +206,9 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return {field of `Table`: value} for the fields that model and observed forward `seen` give, not rules."""
+    """Return {field of `Table`: value} for those fields of a table, besides rules, that follow from the observed forward
+    `seen` or from the model's class and config: `renames`, `pieces`, `shifts_labels`, ...
+    """
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     routes = hasattr(config.get_text_config(), "output_router_logits")
