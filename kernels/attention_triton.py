@@ -41,8 +41,8 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (fp32 scores, the column of the bias `table` [H, C] that was added to each) for a tile of queries q, with
-    indices i, and keys k, with indices j. The score of a hidden key is -inf. `row` is the batch row; KEYS is "keys" for
+    """Return (fp32 scores, for each score the column of the bias `table` [H, C] that it got) for a tile of queries q with
+    indices i, and keys k with indices j. The score of a hidden key is -inf. `row` is the batch row; KEYS is "keys" for
     a `key_mask` [B, T], "pairs" for [B, S, T], else "none"; `blocked_attention.attention` explains the other arguments.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale

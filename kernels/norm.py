@@ -172,8 +172,9 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Backward of (y, z) = `norm(x, ...)`: return the gradients of z [M, N], x (empty if equal to that of z), weight, bias
-    and x_bias [N] (those that do not exist are empty) from dy, dz [M, N]. `mean`, `rstd` (1 / std) [M], dropout and `rms` are the forward's.
+    """Return the gradients of z [M, N], x (empty if equal to that of z), weight, bias and x_bias [N] (empty if there is
+    none). `dy` and `dz` (or None) are the gradients of the results (y, z) of `norm`; z, `mean` and `rstd` (1 / std) [M],
+    dropout and `rms` are those of its forward.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

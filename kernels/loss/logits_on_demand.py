@@ -172,7 +172,7 @@ class LogitsOnDemand(torch.Tensor):
         return self.made
 
     def numbers(self) -> Tensor:
-        """Return the values of the logits without an autograd graph."""
+        """Return the values of the logits without an autograd graph; SlapoError if they were changed in place."""
         if self.changed():
             problem = "the logits were changed in place, and this operation would lose the gradient of the change"
             hint = "use the tensor that the in-place operation returned, or change a copy, logits.clone()"

@@ -49,7 +49,7 @@ def parse_comparison(text: str) -> ast.Compare:
     """Return the syntax tree of a comparison such as "tp <= num_heads"; ScheduleError for any other text."""
     node = _tree(text)
     if not isinstance(node, ast.Compare) or len(node.ops) > 1 or type(node.ops[0]) not in _COMPARISONS:  # fmt: skip
-        raise _refused(text, "found no comparison such as `heads % tp == 0`")
+        raise _refused(text, "found no comparison of two formulas, such as `heads % tp == 0`")
     for side in (node.left, *node.comparators):
         _check(side, text)
     return node

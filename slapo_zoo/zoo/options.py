@@ -1,7 +1,7 @@
 """Options of the loader, each defined once: default, help, type and values for the tuner.
 
 The arguments of `from_pretrained` and `from_config`, the flags of the commands and the options that a tuner may try
-have the names and defaults of these fields; tests/zoo/test_loader_options.py compares them.
+have the names and defaults of the fields of `LoaderOptions`; tests/zoo/test_loader_options.py compares them.
 """
 
 import dataclasses

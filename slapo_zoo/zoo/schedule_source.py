@@ -19,7 +19,7 @@ FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose directives come
 
 @dataclass(frozen=True)
 class Extended:
-    """Value of `schedule=`, made by `extend`: the family's sharding rules, then `function`, called with the schedule."""
+    """Value of `schedule=`, made by `extend`: the family's sharding rules, then `function`, which changes modules further."""
 
     function: Callable[[Any], Any]
 

@@ -140,7 +140,7 @@ def _resolve(reference: Reference) -> Reference:
     if constants.is_offline_mode():
         if str(reference) not in seen:
             problem = "the Hub is offline for this process, and the card was not fetched before"
-            hint = "go online, or name a sha that is in the cache"
+            hint = "unset HF_HUB_OFFLINE, or name a revision that was fetched before"
             raise CardError("card", str(reference), problem, hint)
         return Reference(reference.repo_id, seen[str(reference)]["sha"])
     with readable(str(reference)):

@@ -71,7 +71,7 @@ POLICIES = ("save_matmuls", "sharded", "offload")
 
 
 def _knobs_schema() -> dict[str, Any]:
-    """Return the JSON Schema of `Plan.knobs`: it allows mesh sizes, zero_stage, ..., but not trust_remote_code."""
+    """Return the JSON Schema of loader arguments, `Plan.knobs`: mesh sizes, zero_stage, ..., no trust_remote_code."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
     properties = dict.fromkeys(counts, COUNT) | {
@@ -87,7 +87,7 @@ def _knobs_schema() -> dict[str, Any]:
 
 @cache
 def _validator(whole: bool = True) -> Any:
-    """Return a JSON Schema validator for the plans in a tuning.json; with `whole=False`, for the knobs of one plan."""
+    """Return a JSON Schema validator for the plans in a tuning.json; if not `whole`, for the loader arguments of a plan."""
     from jsonschema import Draft202012Validator
 
     kinds: dict[Any, Any] = {str: TEXT, int: COUNT, float: NUMBER}

@@ -40,7 +40,7 @@ class Program:
 
     @staticmethod
     def parse(data: bytes, where: str = "schedule.json") -> "Program":
-        """Return the schedule in the bytes of a schedule.json; CardError says what is wrong in file `where`."""
+        """Return the published schedule in the bytes of a schedule.json; CardError says what is wrong in file `where`."""
         document = strict_json.parse(data, where)
         _check(document, where)
         program = Program(
@@ -53,7 +53,7 @@ class Program:
         return program
 
     def document(self) -> dict[str, Any]:
-        """Return the schedule as the JSON object that schedule.json holds."""
+        """Return this published schedule as the JSON object that schedule.json holds."""
         return {
             "format": FORMAT,
             "model": {"model_type": self.model_type, "class": self.model_class},
@@ -71,7 +71,7 @@ class Program:
 
     @property
     def hash(self) -> str:
-        """Return the sha256 of the schedule's canonical JSON, which has sorted keys and no spaces."""
+        """Return the sha256 of this published schedule's canonical JSON, which has sorted keys and no spaces."""
         return "sha256:" + hashlib.sha256(strict_json.canonical(self.document())).hexdigest()
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
@@ -112,7 +112,7 @@ class Program:
             raise _card_error(error, where) from None
 
     def lines(self) -> list[str]:
-        """Return the schedule as lines of text for people; formulas are shown, not evaluated."""
+        """Return this published schedule as lines of text for people; formulas are shown, not evaluated."""
         lines = [f"constraint {text}" for text in self.constraints]
         lines += [f"{name} = {text}" for name, text in sorted(self.numbers.items())]
         for pattern, name, arguments in self.steps:
@@ -121,7 +121,7 @@ class Program:
         return lines
 
     def diff(self, other: "Program", name: str = "this", other_name: str = "other") -> str:
-        """Return a unified diff of this schedule and `other`, labelled with the two names; "" if they are equal."""
+        """Return a unified diff of this published schedule and `other`, labelled with the two names; "" if they are equal."""
         sides = self.lines(), other.lines()
         return "\n".join(difflib.unified_diff(*sides, name, other_name, lineterm="", n=1))
 
@@ -136,7 +136,7 @@ class Program:
         return numbers
 
     def _formulas(self) -> list[str]:
-        """Return the text of every formula in this schedule: in `numbers`, and in the arguments of its directives."""
+        """Return the text of every formula in this published schedule: in `numbers` and in the arguments of `steps`."""
         inside: list[str] = []
         for _, _, arguments in self.steps:
             _mapped(arguments, inside.append)

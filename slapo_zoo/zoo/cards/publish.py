@@ -1,4 +1,4 @@
-"""Publishing of the schedule of a loaded model or module as a card, in a folder or on the Hub."""
+"""Publishing of the recorded changes (schedule) of a loaded model or module as a card, in a folder or on the Hub."""
 
 import tempfile
 import warnings
