@@ -217,7 +217,7 @@ def test_schedule_auto_accepts_a_config_value_of_infinity(monkeypatch, tmp_path)
     assert again.time_step_limit[1] == float("inf")
 
 
-def test_schedule_auto_of_a_class_of_main_says_that_it_cannot_be_imported():
+def test_schedule_auto_refuses_a_class_defined_in_main_on_two_ranks():
     cls = type("Own", (transformers.MptForCausalLM,), {"__module__": "__main__"})
     config = transformers.MptConfig(vocab_size=98, d_model=32, n_layers=2, n_heads=4)
     with pytest.raises(SlapoError, match="cannot import a class of __main__"):
@@ -236,7 +236,7 @@ class Own(MptForCausalLM):
 """
 
 
-def test_process_that_derives_imports_the_class_of_a_user_and_says_what_it_raised(tmp_path):
+def test_schedule_auto_subprocess_imports_a_user_class_and_reports_an_import_error(tmp_path):
     Path(tmp_path, "own_of_tests.py").write_text(OWN)
     request = {"config": {"model_type": "own_of_tests"}, "cls": "Own", "module": "own_of_tests", "cut": 1}  # fmt: skip
     with patch.object(sys, "path", [str(tmp_path), *sys.path]):

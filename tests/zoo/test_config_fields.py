@@ -52,7 +52,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize(("case", "layout"), FIELDS.values(), ids=FIELDS)
-def test_config_fields_of_modules_have_the_gradients_of_plain_transformers(
+def test_models_with_nondefault_config_fields_have_the_gradients_of_plain_transformers(
     case, layout, root, threads
 ):
     folder = checkpoint(case, root)
@@ -79,7 +79,7 @@ def test_images_of_another_size_than_the_config_train_with_sequence_parallelism(
 
 
 @pytest.mark.parametrize("sizes", [{"image_size": (12, 20), "patch_size": 4}, {"image_size": 20, "patch_size": (5, 4)}])  # fmt: skip
-def test_tokens_of_images_that_are_not_square_are_counted_by_both_sides(sizes):
+def test_token_count_of_a_non_square_image_uses_its_height_and_width(sizes):
     config = transformers.ViTConfig(
         **sizes, hidden_size=4, num_attention_heads=1, num_hidden_layers=1, intermediate_size=4
     )
@@ -99,7 +99,7 @@ LAYERDROP = {
 @pytest.mark.parametrize(
     ("name", "layout"), [("opt", "tp2"), ("m2m_100", "dp_shard"), ("jitter", "tp2")]
 )
-def test_ranks_skip_the_same_layers_and_draw_the_same_noise_as_one_process(
+def test_layerdrop_and_router_noise_on_two_ranks_equal_those_of_one_process(
     name, layout, root, threads
 ):
     """Ranks that skip different layers would wait for each other in different collectives."""
@@ -110,9 +110,7 @@ def test_ranks_skip_the_same_layers_and_draw_the_same_noise_as_one_process(
 
 
 @pytest.mark.parametrize("layout", ["sp", "cp2"])
-def test_chunks_of_the_feed_forward_are_refused_where_ranks_hold_a_part_of_the_tokens(
-    layout, root, threads
-):
+def test_chunked_feed_forward_is_refused_where_ranks_shard_the_tokens(layout, root, threads):
     case = Case("BertForMaskedLM", TOKENS, (("chunk_size_feed_forward", 4),))
     with pytest.raises(ArchitectureError, match="chunk_size_feed_forward=0"):
         threads.run(step, 2, checkpoint(case, root), case, layout)

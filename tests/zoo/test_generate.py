@@ -232,7 +232,7 @@ def ended_over_dp(folder, eos):
     return ended(model, ROWS[model.mesh.coord("dp")], eos)
 
 
-def test_generate_with_dp_shard_ends_on_each_rank_where_its_own_rows_end(root, threads):
+def test_generate_with_dp_shard_stops_on_each_rank_at_the_end_of_its_own_rows(root, threads):
     folder = checkpoint(GPT2, root)
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     eos = int(ended(plain, ROWS[0], None)[0, 4])

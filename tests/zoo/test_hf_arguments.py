@@ -90,7 +90,7 @@ def test_config_passed_to_from_pretrained_overrides_the_checkpoint_config(root):
     assert "no such field" in text
 
 
-def test_config_without_architectures_and_two_dtypes_give_the_class_and_dtype_of_transformers(
+def test_from_pretrained_without_architectures_or_with_two_dtypes_resolves_as_transformers_does(
     root,
 ):
     folder = checkpoint(GPT2, root)
@@ -148,7 +148,7 @@ def test_arguments_variant_and_subfolder_select_the_files_that_are_loaded_and_sa
         assert torch.equal(mine.get_parameter(name), p)
 
 
-def test_saved_variant_keeps_the_weights_and_training_state_beside_it(root, tmp_path):
+def test_saving_a_variant_keeps_other_weights_and_training_state_in_the_folder(root, tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
     save_checkpoint(model, tmp_path / "all", step=3)
     for size in (9000, "5GB"):  # the second variant replaces the files of the first

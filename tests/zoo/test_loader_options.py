@@ -202,7 +202,9 @@ def with_options(case, folder, sizes, options):
     "config, device",
     [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")],
 )
-def test_model_goes_to_the_gpu_if_the_process_group_is_one_of_gpus(monkeypatch, config, device):
+def test_default_device_is_the_gpu_unless_the_process_group_uses_gloo_alone(
+    monkeypatch, config, device
+):
     """Ranks of gloo alone (`run_local(device="cpu")`, or fewer GPUs than ranks) would all take the first GPU."""
     from slapo_zoo.zoo import argument_values
 

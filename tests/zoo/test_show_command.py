@@ -184,9 +184,7 @@ def explained_alone(folder, case, pp):
     ],
     ids=lambda c: c.cls,
 )
-def test_explain_on_all_pipeline_stages_together_lists_the_collectives_of_one_stage(
-    case, root, threads
-):
+def test_explain_lists_of_all_pipeline_stages_add_up_to_the_list_of_one_stage(case, root, threads):
     """The lists of all stages together equal that of one stage with the full model."""
     folder = checkpoint(case, root)
     parts = threads.run(explained_alone, 4, folder, case, 2)
