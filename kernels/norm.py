@@ -173,8 +173,7 @@ def _backward(
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of z [M, N], x (empty if equal to that of z), weight, bias and x_bias [N] (empty if there is
-    none). `dy` and `dz` (or None) are the gradients of the results (y, z) of `norm`; z, `mean` and `rstd` (1 / std) [M],
-    dropout and `rms` are those of its forward.
+    none). `dy` and `dz` (or None) are the gradients of the results (y, z) of `norm`; `mean` and `rstd` (1 / std) are [M].
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

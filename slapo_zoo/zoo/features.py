@@ -20,9 +20,7 @@ def _directives(table: Table) -> Iterator[Directive]:
 
 
 def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
-    """Return a function that tells whether a table has a directive (change of a module) of class `kind` with the
-    arguments `wanted`.
-    """
+    """Return a function that tells whether a table has a directive (module change) of class `kind` with arguments `wanted`."""
 
     def found(table: Table) -> bool:
         return any(

@@ -63,9 +63,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return bounds for a config with the fields `own`, whose heads `ranks` ranks then share as unevenly as before; the
-        same bounds if `ranks` is 0.
-        """
+        """Return bounds by which heads stay as uneven over `ranks` ranks as in the config fields `own`; unchanged for 0 ranks."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)

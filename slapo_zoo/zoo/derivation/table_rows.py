@@ -206,9 +206,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return {field of `Table`: value} for those fields of a table, besides rules, that follow from the observed forward
-    `seen` or from the model's class and config: `renames`, `pieces`, `shifts_labels`, ...
-    """
+    """Return {field of `Table`: value} for fields other than rules that follow from the model or the observed forward `seen`."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     routes = hasattr(config.get_text_config(), "output_router_logits")
