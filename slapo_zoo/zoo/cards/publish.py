@@ -75,7 +75,7 @@ def _write(card: Card, folder: Path, options: Mapping[str, Any]) -> str:
 
 
 def write_beside(model: Any, folder: Path) -> None:
-    """Write schedule.json and README.md into a folder of saved weights; an existing README.md is kept.
+    """Write a card of the model (schedule.json, README.md) into a folder of its saved weights; an existing README.md is kept.
 
     A schedule that no card can hold, such as one with a Python function, is left out with a warning.
     """
