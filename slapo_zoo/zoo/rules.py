@@ -78,7 +78,7 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
     """Return the rule of an attention: it gets a child `core_attn` that computes softmax(q k^T) v, and its attributes that
-    count heads are divided by tp.
+    count heads or columns become those of this rank.
 
     `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
     `attributes` are pairs (attribute of the module, "" if the attribute counts heads; the name of the number of columns
