@@ -182,9 +182,9 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`.
 
     Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next module that
-    contains column-parallel linears (rule `enter`). The first block of each list of blocks
-    shards the tokens, and the last block gathers them; a block that runs several times does both at each call.
-    The gradients of parameters that are replicated inside the blocks are summed over tp.
+    contains column-parallel linears (rule `enter`). The first block of each list of blocks shards the tokens, and the
+    last one gathers them; a block that runs several times does both at each call. The gradients of parameters that are
+    replicated inside the blocks are summed over tp.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:

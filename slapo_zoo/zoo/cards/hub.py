@@ -73,7 +73,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
     pinned = reference if reference.is_pinned else _resolve(reference)
     patterns = [*ALLOWED, files.PYTHON] if with_python else ALLOWED
-    with readable(str(reference)):
+    with card_errors(str(reference)):
         _check_sizes(pinned, patterns)
         folder = Path(snapshot_download(pinned.repo_id, revision=pinned.revision, allow_patterns=patterns))  # fmt: skip
     wanted = files.PYTHON if with_python else files.PROGRAM
@@ -123,7 +123,7 @@ def push(
     names = [n for n in files.names_of(folder) if n in ALLOWED or n.endswith(".png")]
     operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
     api = HfApi(token=token)
-    with readable(repo_id):
+    with card_errors(repo_id):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         before = parent or api.model_info(repo_id).sha
         commit = api.create_commit(repo_id, operations, commit_message=message, parent_commit=before)  # fmt: skip
@@ -143,7 +143,7 @@ def _resolve(reference: Reference) -> Reference:
             hint = "unset HF_HUB_OFFLINE, or name a revision that was fetched before"
             raise CardError("card", str(reference), problem, hint)
         return Reference(reference.repo_id, seen[str(reference)]["sha"])
-    with readable(str(reference)):
+    with card_errors(str(reference)):
         refs = HfApi().list_repo_refs(reference.repo_id)
     tags = {tag.name: tag.target_commit for tag in refs.tags}
     branches = {branch.name: branch.target_commit for branch in refs.branches}
@@ -186,7 +186,7 @@ def _write_seen(seen: dict[str, Any]) -> None:
 
 
 @contextmanager
-def readable(what: str) -> Iterator[None]:
+def card_errors(what: str) -> Iterator[None]:
     """Context that turns errors of the Hub's client into a CardError about `what`, e.g. a repository."""
     from huggingface_hub.errors import (
         EntryNotFoundError,

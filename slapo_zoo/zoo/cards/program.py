@@ -19,7 +19,7 @@ MODULE = "module"  # the model type of a program for a module outside of `transf
 
 @dataclass(frozen=True)
 class Program:
-    """Schedule as data; applying it runs no code of its author, for every name is looked up in a fixed set.
+    """Published schedule as data. Applying it runs no code of its author, for every name is looked up in a fixed set.
 
     Args:
         model_type: model family, as in the config of `transformers`; "module" for an nn.Module of a user's own.
