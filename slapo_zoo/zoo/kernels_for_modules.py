@@ -167,7 +167,7 @@ def _size(config: Any, kernel: Kernel) -> int:
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
     """Return `choices`, with a kernel rejected if all its modules lie inside modules that another accepted kernel replaces.
 
-    A replaced module may not call its submodules, so a kernel inside it might never run.
+    A kernel inside might never run. Outer kernels registered with `runs_inside` and inner ones with `innermost` are exempt.
     """
     hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
     served = {path: c for c in hiding for path in sch[c.pattern].paths}
