@@ -60,9 +60,7 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for logits [N, V] without a weight; a third of the rows is ignored.
-    `like` holds dtype and device.
-    """
+    """Return random arguments for logits [N, V], a third of whose rows is ignored, no weight; `like` has dtype, device."""
     target = _targets(N, V, like.get("device"))
     return {"x": torch.randn(N, V, **like), "weight": None, "target": target, "label_smoothing": 0.1,
             "reduction": "none"}  # fmt: skip

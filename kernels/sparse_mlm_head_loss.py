@@ -38,9 +38,7 @@ def reference(
 
 
 def inputs(B: int, S: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for B rows of S tokens, a third of them masked, and weight [V, H].
-    `like` holds dtype and device.
-    """
+    """Return random arguments for B rows of S tokens, a third of them masked, and weight [V, H]; `like` has dtype, device."""
     labels = torch.randint(V, (B, S), device=like.get("device"))
     labels.flatten()[1::3] = -100
     labels.flatten()[2::3] = -100

@@ -19,9 +19,7 @@ SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
 
 
 def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run the layers on all tokens in plain torch operations, and set the result to 0 at padding, where `real` [B, S] is
-    False.
-    """
+    """Run the layers on all tokens in plain torch operations; the result is 0 at padding, where `real` [B, S] is False."""
     return layers(x) * real[..., None]
 
 
