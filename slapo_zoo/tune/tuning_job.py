@@ -1,5 +1,6 @@
 """The search of `slapo-zoo tune MODEL`: its configurations, their forecasts, and the processes that measure them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from slapo_zoo.tune.planner.runtime_kind import precision_of
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, PROBE_ROWS, Job
 from slapo_zoo.zoo.argument_values import config_of, to_dtype
-from slapo_zoo.zoo.options import KNOBS
+from slapo_zoo.zoo.options import KNOBS, MESH
 from slapo_zoo.zoo.table import table_for
 from slapo_zoo.zoo.tuned import machine_name, model_name
 
@@ -42,15 +43,15 @@ def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
         space.create_symbol(name, values)
     if ranks > 1:
         sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        for name in ("tp", "pp"):
+        for name in ("tp", "pp", "dp"):
             if name not in symbols:
                 space.create_symbol(name, sizes)
-        tps, pps = (space.space[name].vals for name in ("tp", "pp"))
-        if all(ranks % (tp * pp) for tp in tps for pp in pps):
-            hint = f"give tp and pp values with a product that divides {ranks}, or change --gpus"
-            raise SlapoError("tune", f"--gpus {ranks}", "no tp * pp divides this number", hint)
-        space.create_symbol("dp", lambda tp, pp: [n for n in sizes if tp * pp * n == ranks])
-    found = [point for point in space.all_points() if _is_valid(point)]
+    points = space.all_points()
+    found = [p for p in points if ranks in (1, math.prod(p.get(n) or 1 for n in MESH))]
+    if not found:
+        hint = f"give sizes with a product of {ranks}, or change --gpus"
+        raise SlapoError("tune", f"--gpus {ranks}", "no tp * pp * dp * cp equals this number", hint)
+    found = [point for point in found if _is_valid(point)]
     if not found:
         hint = "choose micro_batches that divide batch_size, and a checkpoint_ratio for a checkpoint_policy"
         raise SlapoError("tune", "--symbol", "found no valid configuration", hint)

@@ -49,7 +49,7 @@ MISTAKES = {
     "bench MODEL --seq-len 65": "the model has 64 positions",
     "plan MODEL --pp 2 --pipeline-order 1fb": "no such order",
     "plan MODEL --write plan.json": "--write: this option is for a search over layouts",
-    "tune MODEL --gpus 3 --symbol tp=2": "no tp * pp divides this number",
+    "tune MODEL --gpus 3 --symbol tp=2": "no tp * pp * dp * cp equals this number",
     "plan MODEL --gpus 4 --tp 2": "found tp=2 pp=1 dp=1, but a search tries every layout",
     "plan nobody": "for a family without weights use --gpus",
     "verify gtp2": "nearest families: gpt2",

@@ -14,6 +14,7 @@ from slapo_zoo.cli.main import main
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.outcome import OK, WRONG, Outcome
 from slapo_zoo.tune.trial import Job, differs
+from slapo_zoo.tune.tuning_job import points_for
 from slapo_zoo.tune.tuning_report import record
 from slapo_zoo.zoo import tuned
 
@@ -114,3 +115,10 @@ def test_tune_command_measures_configurations_in_worker_processes(tmp_path, caps
     assert cli("tune", "gpt2", *changes, "--symbol", "colour=1") == 2
     assert "no such symbol" in capsys.readouterr().err
     assert WRONG not in out
+
+
+def test_given_mesh_sizes_limit_the_tried_layouts_and_their_product_is_the_number_of_ranks():
+    found = points_for(4, {"dp": [2, 4], "cp": [1, 2]})
+    assert sorted((p["tp"], p["pp"], p["dp"], p["cp"]) for p in found) == [
+        (1, 1, 2, 2), (1, 1, 4, 1), (1, 2, 2, 1), (2, 1, 2, 1),
+    ]  # fmt: skip
