@@ -132,7 +132,7 @@ def test_dropout_seed_cache_holds_fewer_than_20_entries_after_99_batch_sizes():
     assert len(held.plans) < 20
 
 
-def test_seeds_drawn_in_inference_mode_serve_a_later_training_step():
+def test_dropout_seeds_computed_in_inference_mode_are_usable_in_a_later_training_step():
     at, x = stream(), torch.ones(2, 3, requires_grad=True)
     with torch.inference_mode():
         at.seeds(x, SITE)
@@ -143,7 +143,7 @@ def test_seeds_drawn_in_inference_mode_serve_a_later_training_step():
     assert not torch.equal(*found)
 
 
-def test_layout_independent_draws_on_a_cpu_touch_no_gpu_of_the_machine(monkeypatch):
+def test_seeding_of_random_draws_on_the_cpu_does_not_initialize_or_seed_any_gpu(monkeypatch):
     """torch's fork_rng and manual_seed would initialise CUDA, which a forked rank cannot, and seed every GPU."""
     from slapo_zoo import build, create_schedule
     from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
@@ -165,7 +165,7 @@ def test_layout_independent_draws_on_a_cpu_touch_no_gpu_of_the_machine(monkeypat
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_fork_of_a_state_made_before_cuda_was_used_draws_on_the_gpu_from_its_own_seed(monkeypatch):
+def test_named_random_state_added_before_cuda_was_used_draws_on_the_gpu_from_its_own_seed(monkeypatch):
     from slapo_zoo.parallel.rng.seeds import RngTracker
 
     tracker, gpu = RngTracker(), torch.Generator()  # in place of the GPU's

@@ -214,7 +214,7 @@ def save_on_rank_0_first(folder):
         return str(error)
 
 
-def test_step_of_one_rank_alone_is_refused_with_the_names_of_both_steps(threads, tmp_path):
+def test_ranks_that_call_different_steps_raise_an_error_that_names_both_steps(threads, tmp_path):
     errors = threads.run(save_on_rank_0_first, 2, tmp_path)
     assert all("rank 0 is at save_folder, rank 1 at evaluate" in text for text in errors)
     assert not list(tmp_path.iterdir())

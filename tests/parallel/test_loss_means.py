@@ -26,7 +26,7 @@ def test_loss_that_ignores_more_labels_than_were_counted_is_refused(real):
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_loss_of_a_model_that_adds_another_term_to_its_means_is_refused(added):
+def test_model_loss_with_a_term_that_is_no_mean_over_labels_is_refused(added):
     """Routers of experts, for example, add a load-balancing loss to that of the tokens."""
     labels, logits = torch.tensor([0, 1, 1]), torch.zeros(3, 2, requires_grad=True)
     means = GlobalMeans([6.0], {"labels": labels.repeat(2)})

@@ -62,7 +62,7 @@ def test_tied_parameter_maps_to_the_checkpoint_key_of_either_name(held):
     assert {names.source[name] for name in ("lm_head.weight", GPT2[0])} == set(held)
 
 
-def test_tied_parameter_maps_to_the_checkpoint_key_of_its_tie_that_the_model_lacks():
+def test_tied_parameter_maps_to_the_checkpoint_key_of_a_tied_name_that_the_model_lacks():
     names = match_names(GPT2, HEAD, "transformer", tied=TIED)
     assert names.unexpected == []
     names = match_names(GPT2, HEAD[1:], "transformer", tied=TIED)

@@ -307,7 +307,7 @@ def test_restored_step_of_a_fused_or_capturable_optimizer_is_on_the_device_of_it
         assert target.state[there]["step"].device.type == device
 
 
-def test_training_in_fp32_is_resumed_in_bfloat16_and_steps(source, tmp_path):
+def test_training_in_fp32_can_be_resumed_in_bfloat16(source, tmp_path):
     """The moments are cast with the parameters, as by `load_state_dict` of torch; the step count stays."""
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     first_half(folder, out, (1, 1, 1), PLAIN)

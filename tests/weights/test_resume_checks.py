@@ -192,7 +192,7 @@ def test_checkpoint_restores_the_data_position_of_each_dp_rank(ranks, source, tm
     [({"cp": 2}, {}, "[7] 7"), ({"dp": 2}, {"cp": 2}, "of 2 dp ranks, but dp has changed")],
     ids=str,
 )
-def test_data_position_is_that_of_a_dp_rank_also_where_ranks_share_rows_by_cp(
+def test_data_position_is_saved_once_per_dp_rank_also_with_context_parallelism(
     threads, source, tmp_path, saved, loaded, found
 ):
     def save():
