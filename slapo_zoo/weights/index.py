@@ -40,7 +40,7 @@ def check_inside(folder: Path, path: Path) -> None:
         problem = f"cannot be opened: {error}"
         raise WeightsError(str(path), "", problem, "fetch the file again") from error
     if not stat.S_ISREG(mode):
-        raise WeightsError(str(path), "", "this is not a regular file", "pass a checkpoint folder")
+        raise WeightsError(str(path), "", "this is not a regular file", "fetch the file again")
     if not any(real.is_relative_to(root) for root in _roots(folder)):
         problem = f"found a link to {real}, expected a file of the checkpoint folder"
         raise WeightsError(str(path), "", problem, "copy the file into the folder")

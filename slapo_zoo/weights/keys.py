@@ -198,7 +198,7 @@ def _numbered(pattern: str) -> re.Pattern[str]:
 def _parts_of_axis_0(spec: S, stem: str, rule: Pieces) -> Iterator[Piece[S]]:
     if spec.placement is not None:
         problem = f"files hold this parameter in {len(rule.names)} tensors, so it cannot be sharded"
-        raise WeightsError("load or save", spec.name, problem, "do not shard this parameter")
+        raise WeightsError("load or save", spec.name, problem, "leave it out of shard(...)")
     rows, *rest = spec.shape
     for part, name in enumerate(rule.names):
         new = replace(spec, name=stem + name, shape=(rows // len(rule.names), *rest))

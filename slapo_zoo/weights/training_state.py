@@ -98,7 +98,8 @@ def _mesh(value: Any) -> str:
     except MeshError as error:
         return error.problem
     is_size = all(type(one) is int for one in value.values()) and size <= 2**20
-    return "" if is_size else f"found {value!r:.80}, expected sizes"
+    problem = f"found {value!r:.80}, expected integers whose product is at most {2**20}"
+    return "" if is_size else problem
 
 
 def _stream(value: Any) -> str:
@@ -130,11 +131,12 @@ def _loss_scale(value: Any) -> str:
         return f"found {value!r:.60}, expected scale and good_steps"
     scale = value["scale"]
     is_scale = type(scale) in (int, float) and 0 < scale < float("inf")
-    return _count(value["good_steps"]) if is_scale else f"found the scale {scale!r:.40}"
+    problem = f"found the scale {scale!r:.40}, expected a finite number above 0"
+    return _count(value["good_steps"]) if is_scale else problem
 
 
 CHECKS: dict[str, Callable[[Any], str]] = {
-    "step": _count, "mesh": _mesh, "random": _stream, "torch_random": lambda it: "" if isinstance(it, dict) else f"found {type(it).__name__}, expected states",
+    "step": _count, "mesh": _mesh, "random": _stream, "torch_random": lambda it: "" if isinstance(it, dict) else f"found {type(it).__name__}, expected generator states",
     "optimizer": lambda it: "" if it is None else check_record(it), "scheduler": _scheduler, "data_position": _copies, "extra": _copies,
 }  # fmt: skip
 

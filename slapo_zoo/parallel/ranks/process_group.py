@@ -85,7 +85,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        hint = "check that rank 0 runs and can be reached at this address"
+        hint = f"start all {os.environ['WORLD_SIZE']} ranks, and check that rank 0 can be reached at this address"
         raise MeshError(where, address, str(exc), hint) from exc
     heartbeat.current()
     atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
