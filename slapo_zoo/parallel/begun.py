@@ -74,8 +74,8 @@ def note_step() -> None:
 
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
-    """Count and run a collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`. If a
-    peer is lost, raise a RankError that says which rank and why.
+    """Count the collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`, as begun, run it and return its
+    result. If a peer is lost, raise a RankError that says which rank and why.
     """
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)
@@ -88,7 +88,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run `run(*args, **options)`, which waits for peers; raise a RankError that names the peer if one is lost."""
+    """Return `run(*args, **options)`, a call that waits for peers; if a peer is lost, raise a RankError that names it."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

@@ -62,7 +62,7 @@ def forget_groups() -> None:
 def patient_group(seconds: float) -> Any:
     """Create a gloo group of all ranks whose collectives time out after `seconds`; a collective call of all ranks.
 
-    Its creation times out after MADE_WITHIN_S seconds, since a rank may die before it has connected.
+    Its creation times out after MADE_WITHIN_S (40) seconds, since a rank may die before it has connected.
     """
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=MADE_WITHIN_S))
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
@@ -70,7 +70,7 @@ def patient_group(seconds: float) -> Any:
 
 
 def hooks_around() -> Any:
-    """Return the active saved-tensor hooks (pack, unpack), or None; torch has no public function for this."""
+    """Return the innermost active saved-tensor hooks (pack, unpack), or None; torch has no public function for this."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -81,13 +81,13 @@ def group_device() -> torch.device:
 
 
 def group_kinds() -> set[str]:
-    """Return the device types whose tensors the default group can send: {"cuda"} with nccl, both with cpu:gloo,cuda:nccl."""
+    """Return the device types whose tensors the default group can send, e.g. {"cuda"} if its backend is nccl."""
     world: Any = dist.group.WORLD
     return {device.type for device in world._device_types}
 
 
 def is_for_gpus() -> bool:
-    """Return whether the default group is one of GPUs; a group of gloo alone, which can send their tensors too, is not."""
+    """Return whether the default group has a backend made for GPUs (nccl); False if gloo sends the GPU tensors."""
     config = str(dist.get_backend_config())  # "cuda:nccl", "cpu:gloo,cuda:gloo", ...
     return "cuda:" in config and "cuda:gloo" not in config
 
@@ -132,7 +132,7 @@ def ranks_are_threads() -> bool:
 
 @contextmanager
 def process_groups_per_thread() -> Iterator[None]:
-    """Context in which every thread that calls `init_process_group` is a rank."""
+    """Context in which every thread has its own process groups: a thread that calls `init_process_group` is a rank."""
     from torch.distributed import distributed_c10d
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]

@@ -20,7 +20,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def unlike(found: Sequence[Any]) -> list[int]:
-    """Return the ranks whose result differs from rank 0's; `found` has one result per rank."""
+    """Return the ranks whose value differs from rank 0's; `found` has one value (a digest, a number) per rank."""
     return [rank for rank, fact in enumerate(found) if fact != found[0]]
 
 

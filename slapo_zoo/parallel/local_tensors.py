@@ -134,7 +134,7 @@ def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -
 
 
 def is_divided(tensor: Tensor | None) -> bool:
-    """Return whether a tensor is sharded over dp: by FSDP2, whose tensors are DTensors, or by this package."""
+    """Return whether a tensor is sharded over dp, by FSDP2 (then it is a DTensor) or by this package; False for None."""
     return hasattr(tensor, "full_tensor") or rows_of(tensor) is not None
 
 
@@ -149,7 +149,7 @@ def whole_over_dp(tensor: Tensor) -> Tensor:
 
 
 def require_indices(inside: Tensor, what: str, size: int) -> None:
-    """Raise an error unless all elements of `inside` are True; on a GPU the host does not wait for this.
+    """Raise RuntimeError unless all elements of `inside` are True; on a GPU a later call raises, as the host does not wait.
 
     Args:
         inside: bool per index, True if the index lies in 0..size-1 of the unsharded axis.

@@ -101,7 +101,7 @@ class Placement:
         return [run for run in runs if run.stop > run.start]
 
     def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
-        """Return the ranges of an axis that rank `r` of `n` saves and sends, as pairs (range, its offset on the rank).
+        """Return what rank `r` of `n` saves and sends to other ranks: pairs (range of the axis, its start in the shard).
 
         `size` is the unsharded length. If several ranks hold a range (KV heads), only the first of them lists it.
         """

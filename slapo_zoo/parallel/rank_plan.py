@@ -113,8 +113,8 @@ class RankPlan:
     Args:
         mesh: sizes of the mesh dims, and the rank.
         tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
-        units: paths of the modules that this rank's pipeline stages run.
-        cuts: paths of the modules after which a stage ends.
+        units: paths of the modules (blocks, embeddings, heads) that this rank's pipeline stages run.
+        cuts: path of each module after which a pipeline stage ends; "PATH, call N" if the model calls it several times.
         sites: path of a module of this rank that draws random numbers --> text of the directive (`fork_rng`, ...) that seeds it.
     """
 
@@ -125,7 +125,7 @@ class RankPlan:
     sites: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> TensorPlan | None:
-        """Return the plan of one parameter or buffer, or None if there is no tensor of this name."""
+        """Return the plan (sharding, gradient sums) of the parameter or buffer `name`; None if no tensor has this name."""
         return self.tensors.get(name) or self.tensors.get(without_peft(name))
 
     def local_shape(self, name: str) -> tuple[int, ...]:
@@ -146,14 +146,14 @@ class RankPlan:
         return [names for names in found.values() if len(names) > 1]
 
     def sharded(self, name: str) -> TensorPlan | None:
-        """Return the plan of a tensor if it is sharded over a mesh dim of more than one rank, else None."""
+        """Return a tensor's plan if its placement shards it over a mesh dim of more than one rank, else None."""
         row = self.of(name)
         cut = row and row.placement
         return row if cut and self.mesh.size(cut.mesh_dim) > 1 else None
 
     @property
     def saved(self) -> list[TensorPlan]:
-        """Return the plans of the tensors that a checkpoint holds, in order: each tied tensor once, without adapters."""
+        """Return one plan per tensor of a checkpoint, in order: each tied tensor once, no tensors of peft adapters."""
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:
@@ -167,7 +167,7 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan with the tensor plans `rows`, which replace those of the same names."""
+        """Return a copy of this plan, in which `rows` (plans of single tensors) replace or join the rows of their names."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:

@@ -27,8 +27,8 @@ def standing_in(places: Iterable[Place]) -> Iterator[None]:
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which modules below `root` read the same tensors as at this call: casts
-    or gathered weights in place of parameters.
+    """Return a function that makes contexts in which the module `root` and its submodules read the same tensors as at
+    this call: casts or gathered weights in place of parameters.
 
     It serves code that runs after the forward, such as logits that are computed on demand.
     """

@@ -97,7 +97,7 @@ def _chunk(flat: Tensor, size: int) -> int:
 
 
 def all_reduce(x: Tensor, op: Any, group: Any) -> None:
-    """All-reduce x in place, as `dist.all_reduce` does; sums of ranks that are threads of this process take no socket.
+    """All-reduce x in place, as `dist.all_reduce` does; ranks that are threads of this process sum without sockets.
 
     Under a dispatch mode (such as a count of memory) gloo sums instead, so that the mode sees the same operators as in
     separate processes.

@@ -1,6 +1,6 @@
 """Copy tensors from mapped files to a GPU through two pinned buffers.
 
-Unmeasured: written without a GPU. A direct copy from pageable memory would wait for each tensor, and one of
+Its speed is unmeasured. A direct copy from pageable memory would wait for each tensor, and one of
 strided columns would allocate a temporary tensor on the device.
 """
 

@@ -52,7 +52,9 @@ def place_of(folder: Path, step: int, keep: int | None) -> Path:
 
 
 def keep_newest(folder: Path, saved: Path, keep: int | None) -> None:
-    """Point the link `last` to step folder `saved`; keep the newest `keep` (None: all), delete others. Called by one rank."""
+    """Point the link `last` in `folder` to its step folder `saved`, and delete all but the newest `keep` step folders
+    (None: none). Called by one rank; does nothing if `saved` is `folder` itself.
+    """
     if saved == folder:
         return
     link = folder / f".{LAST}.{os.getpid()}"

@@ -80,9 +80,7 @@ def match_names(
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:
-    """Yield the tensor names that a checkpoint key may stand for, the most likely first; `prefix`
-    is the attribute of the base model ("transformer"), or "".
-    """
+    """Yield the tensor names that a key may stand for, likeliest first; `prefix` is the base model's attribute, or ""."""
     modern = key
     for pattern, replacement in LEGACY:
         modern = re.sub(pattern, replacement, modern)

@@ -36,7 +36,7 @@ class Several:
         self.state = {p: s for one in self.each for p, s in getattr(one, "state", {}).items()}
 
     def give_state(self) -> None:
-        """Give each optimizer the entries of `state` for its own parameters, in place of the state that it has."""
+        """Replace each optimizer's state by the entries of the attribute `state` for that optimizer's parameters."""
         for one in self.each:
             own = {p for group in one.param_groups for p in group["params"]}
             one.state.clear()
@@ -83,7 +83,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
 def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
     if id(parameter) not in names:
         problem = f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model"
-        raise WeightsError(step, "optimizer", problem, "make it from model.parameters()")
+        raise WeightsError(step, "optimizer", problem, "make the optimizer from model.parameters()")
     return names[id(parameter)]
 
 
@@ -128,16 +128,17 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs (name, shape, placement) of an optimizer's state tensors; each of a parameter's shape is sharded alike.
-
-    `record` is the merged JSON record of the optimizer, `specs` are those of the parameters.
+    """Return specs (name, shape, placement) of an optimizer's state tensors: sharded like the parameter if they have its
+    shape, else unsharded. `record` is the JSON record that `merge` made, `specs` are those of the parameters.
     """
     return [TensorSpec(f"{spec.name}.{key}", *_form(spec, kept), spec.stage) for spec in specs
             for key, kept in record["state"].get(spec.name, {}).items() if _is_tensor(kept)]  # fmt: skip
 
 
 def _form(spec: TensorSpec, kept: Mapping[str, Any]) -> tuple[tuple[int, ...], str, Any]:
-    """Return (unsharded shape, dtype, placement) of the state tensor in the record `kept`, of the parameter of `spec`."""
+    """Return (unsharded shape, dtype, placement) of a state tensor of the parameter `spec`; `kept` is the tensor's JSON
+    form {"$like": dtype}, with "shape" if that is not the parameter's.
+    """
     like = "shape" not in kept
     return tuple(kept.get("shape", spec.shape)), kept["$like"], spec.placement if like else None
 
@@ -238,8 +239,9 @@ class Restored:
                 dtype = p.dtype if key != "step" and dtype == self._stored(name) else dtype
                 shape, _, placement = _form(spec, kept)
                 if math.prod(shape) > math.prod(spec.shape):
-                    problem = f"found {list(shape)} for a parameter of {list(spec.shape)}"
-                    raise WeightsError(LOAD, f"{name}.{key}", problem, "copy the checkpoint again")
+                    problem = f"found the shape {list(shape)}, larger than that of the parameter, {list(spec.shape)}"
+                    hint = "copy the checkpoint again: its file may be damaged"
+                    raise WeightsError(LOAD, f"{name}.{key}", problem, hint)
                 like = p if "shape" not in kept else p.new_empty(shape)
                 state[key] = torch.empty_like(like, dtype=dtype).detach()
                 target = Target(state[key], shape, placement, rows_of(like))
@@ -278,7 +280,7 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
 
 
 def kinds(value: Any) -> Any:
-    """Return the kind of an option's value, to compare options; floats, integers and tensors are all "number"."""
+    """Return an option value's type, for comparison: "number" for float, int and Tensor, a list of types for a list."""
     if isinstance(value, tuple | list):
         return [kinds(one) for one in value]
     return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip

@@ -154,8 +154,8 @@ class _Save:
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
-        """Complete the save on rank 0: write index, extras and checksums, check all files, publish the folder.
-        `written`: bytes and checksums of each rank; the text `stamp`, which identifies the extras, goes into the save's id.
+        """Complete the save on rank 0: write index, config etc. (`write_extras`) and checksums, check all files, publish
+        the folder. `written`: bytes and checksums of each rank; the save's id depends on the text `stamp` too.
         """
         if self.mesh.rank != 0:
             return
@@ -177,7 +177,9 @@ class _Save:
             self.staging.publish()
 
     def _beside_others(self, kept: Checksums) -> Checksums:
-        """Return the checksums to write: `kept`, or those of the weights beside which this save writes a variant."""
+        """Return the checksums to write: `kept` or, for a variant (`model.fp16`) that is saved beside other weights, theirs
+        with the entries that `kept` has for config.json and other files without weights.
+        """
         old = None if self.replaced is WEIGHT_FILE else read_checksums(self.target)
         if old is None or all(self.replaced.fullmatch(name) for name in old.tensors):
             return kept
@@ -283,7 +285,7 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
 
 
 def _small_files(path: Path, layout: Layout) -> dict[str, int]:
-    """Return {file name: CRC-32} of config and state files; a tokenizer is left out, because it may change later."""
+    """Return {file name: CRC-32} of config, index and state files; a tokenizer is left out, as it may change later."""
     found = sorted(item.name for item in path.iterdir() if item.name not in layout.headers)
     ours = [name for name in found if WEIGHT_FILE.fullmatch(name) or name == "config.json"]
     return {name: checksums.crc_of_file(path / name) for name in ours}

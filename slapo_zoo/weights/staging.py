@@ -28,8 +28,8 @@ class Staging:
 
     Args:
         target: absolute path of the folder to be published.
-        mark: name of a file that an older folder at `target` must contain to be replaced; None: it must be the
-            folder of a model.
+        mark: name of a file that an older folder at `target` must contain to be replaced, if that is no folder of a
+            model; None: it must be the folder of a model.
         replaced: pattern of the files of the older folder that the new one has no need of.
 
     Attributes:

@@ -56,9 +56,7 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """Return those of `labels` that the loss of a model class compares with: all, or all but the
-    first of each row if the class predicts the next token.
-    """
+    """Return the labels that a model class's loss uses: all, or all but the first of each row for next-token prediction."""
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
 
@@ -99,8 +97,7 @@ class GlobalMeans(TorchFunctionMode):
     def over(
         self, model: Any, part: Mapping[str, Tensor], expected: Sequence[Tensor] = ()
     ) -> Iterator[None]:
-        """Context of the forward of one micro-batch, in which mean losses divide by the target
-        counts of the whole batch.
+        """Context of a micro-batch's forward, in which mean losses divide by the target counts of the whole batch.
 
         `part` maps names to the labels of the micro-batch. `expected`, if given, is its number of targets for each term,
         with which the loss's own number is compared. Raises MeshError for another number, or if the forward computed no
@@ -231,7 +228,7 @@ class GlobalMeans(TorchFunctionMode):
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
     """Return whether an operation on mean losses gives a linear combination of them: an addition does, and a product
-    with a constant. `name` is the operation's name in torch; those of `args` that are combinations carry a mark.
+    with a constant. `name` is torch's name of the operation; each of `args` that is a combination has `_is_share` True.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

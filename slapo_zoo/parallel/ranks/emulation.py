@@ -257,9 +257,7 @@ def _first_cause(failures: Sequence[BaseException]) -> BaseException:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all objects that exist already. Scanning the
-    objects of torch would take 0.25 s each time.
-    """
+    """Context in which garbage collection skips all objects that exist already; a scan of torch's would take 0.25 s."""
     if gc.get_freeze_count():  # frozen by other code: do not unfreeze at the end
         yield
         return
@@ -294,8 +292,8 @@ def _loads_in_turn() -> Iterator[None]:
 
 
 def _allow_files(pairs: int) -> None:
-    """Let this process open a socket for each of the `pairs` of ranks in several process groups; else gloo would end the
-    process. MeshError is raised if the system's limit is too low.
+    """Increase this process's limit of open files, as gloo opens a socket for each of `pairs` pairs of ranks, in several
+    process groups, and ends the process where it cannot. MeshError is raised if the system's limit is too low.
     """
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 2 * pairs + 256

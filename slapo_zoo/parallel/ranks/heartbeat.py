@@ -109,7 +109,7 @@ class Heart:
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
-        """Return "last collective of rank N at FILE:LINE, of rank M at ..." for ranks that begin no new collective, or ""."""
+        """Return "last collective of rank N at FILE:LINE, of rank M at ...", of the ranks that began none for 3 s, or ""."""
         found = ((rank, self._get(_key("line", rank), "")) for rank in range(self.size))
         told = ", ".join(f"of rank {rank} at {line}" for rank, line in found if line)
         return told and f"last collective {told}"

@@ -129,8 +129,8 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
-    """Return a RankError that names the ranks without a heartbeat, after a connection broke or
-    timed out. `exc` is the error of the collective, `what` the step in which it ran.
+    """Return a RankError that names the ranks without a heartbeat ("another rank" if there are none), after a connection
+    broke or timed out. `exc` is the error of the collective, `what` the step in which it ran.
     """
     silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (

@@ -36,7 +36,7 @@ class Failure:
     """Failure of a rank, sent to the parent process.
 
     Args:
-        report: error for the other ranks and the parent.
+        report: RankError that the other ranks and the parent process raise.
         traceback_text: traceback of the rank.
         error: exception that the rank raised; None if it cannot be pickled.
         secondary: True if the rank only lost a peer, which is to blame.

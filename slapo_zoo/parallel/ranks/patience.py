@@ -19,6 +19,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import RankError
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.ranks import heartbeat
+from slapo_zoo.parallel.ranks.killed_rank import VARIABLE
 from slapo_zoo.parallel.rng.seeds import get_logger
 
 LIMIT_S = 3600.0  # for the slowest disk or download
@@ -28,7 +29,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """Gloo group with a long timeout, and a count per step (by name) of how often this rank has waited in it."""
+    """Gloo group with a long timeout, and a count per step (by name) of how often this rank has waited in that step."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()
@@ -56,7 +57,7 @@ def over_group(group: Any) -> Iterator[None]:
 
 
 def patient_group() -> Any:
-    """Return a gloo group of all ranks with a timeout of LIMIT_S, created once per process group."""
+    """Return a gloo group of all ranks with a timeout of LIMIT_S (an hour), created once per default process group."""
     waiting = _waiting()
     if waiting.group is None:
         _meet("a first step together")
@@ -83,7 +84,7 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
         mine: this rank's object; it must be picklable.
 
     Raises:
-        RankError: another rank failed, has stopped, or is more than LIMIT_S seconds late.
+        RankError: another rank failed, has stopped, or is more than LIMIT_S (an hour) late.
         RuntimeError: gloo's error if the process of another rank ended.
     """
     own = _GROUP.get()
@@ -188,6 +189,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
     problem = f"timed out after {seconds:.0f} s waiting for {who} at {what}"
     problem += f" ({lines})" if lines else ""
     hint = f"see the output of {'that rank' if late else 'the other ranks'}"
+    hint += f"; {VARIABLE} or timeout_s= allow more time" if seconds <= LIMIT_S else ""
     return RankError(f"rank {dist.get_rank()}", what, problem, hint)
 
 

@@ -35,7 +35,7 @@ def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def is_first() -> bool:
-    """Return whether this process is rank 0 of its launcher, which prints for all ranks."""
+    """Return whether this process prints for all ranks: it is rank 0 of its launcher, or has no launcher."""
     return os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
 
 

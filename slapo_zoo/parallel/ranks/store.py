@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 def is_restartable() -> bool:
-    """Return whether torchrun started this process, and the store is in torchrun's process, not in rank 0's."""
+    """Return whether torchrun, which can restart ranks, started this process and keeps the store in its own process."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -38,9 +38,7 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return the key-value store at MASTER_ADDR:MASTER_PORT; rank 0 holds it unless the launcher
-    does. `timeout_s` is the time to connect, in seconds.
-    """
+    """Return the key-value store at MASTER_ADDR:MASTER_PORT (in rank 0 or the launcher); connect in `timeout_s` seconds."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

@@ -56,7 +56,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds [n] of the dropout mask of `seeds` [n] (one per block) without the first `elements` of each block."""
+    """Return seeds [n], one per block of a dropout mask, that draw what `seeds` [n] draw after their first `elements`."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
