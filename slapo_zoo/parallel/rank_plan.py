@@ -157,7 +157,7 @@ class RankPlan:
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:
-        """Yield the plans of the tensors that this rank's stage holds."""
+        """Yield the plan of each tensor that this rank's pipeline stage holds, as owner or not."""
         here = self.mesh.coord("pp")
         yield from (row for row in self.tensors.values() if here in row.stages)
 

@@ -54,7 +54,7 @@ class Piece(Generic[S]):
     part: int
 
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """Return the view of this piece in this rank's local `tensor`; an empty tensor if another rank holds it."""
+        """Return the view of this piece in `tensor`, this rank's shard of the model tensor; empty if another rank has it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
         rows = rows_of(tensor)  # under ZeRO, this dp rank's rows
         own = rows.first if rows else 0
@@ -115,7 +115,7 @@ class KeyMap:
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return specs (file key, shape, placement) of what files store for the model's tensors `specs`: tensors or pieces."""
+        """Return specs (file key, shape, placement) of the file tensors, one or several for each model tensor of `specs`."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(self, specs: Sequence[S], found: Collection[str] = ()) -> list[S]:

@@ -52,7 +52,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Return whether `part` of a mapped file can replace CPU `tensor`: equal shape, dtype; contiguous, 64 KiB or more."""
+    """Return whether `part`, contiguous in a mapped file, can replace a CPU `tensor` of its shape and dtype, of >= 64 KiB."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0

@@ -40,7 +40,7 @@ class Unread:
     read: Callable[[], Tensor]
 
     def detach(self) -> Tensor:
-        """Read, convert and return the tensor, as the writer of files asks for it; no reference is kept."""
+        """Read, convert and return the tensor. The code that writes files calls `detach` on each; no reference is kept."""
         return self.read()
 
 

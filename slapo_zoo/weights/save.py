@@ -145,7 +145,7 @@ class _Save:
         return str(self.staging.path)
 
     def write(self, path: Path) -> Written:
-        """Write this rank's slices of all tensors; return the number of bytes, and its part of each checksum."""
+        """Write this rank's slices of all tensors; return their bytes and what they contribute to each tensor's CRC-32."""
         with self._io_errors():
             return write_tensors(
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
