@@ -165,7 +165,7 @@ def test_seeding_of_random_draws_on_the_cpu_does_not_initialize_or_seed_any_gpu(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_named_random_state_added_before_cuda_was_used_draws_on_the_gpu_from_its_own_seed(monkeypatch):
+def test_random_state_added_before_cuda_was_used_draws_on_the_gpu_from_its_seed(monkeypatch):
     from slapo_zoo.parallel.rng.seeds import RngTracker
 
     tracker, gpu = RngTracker(), torch.Generator()  # in place of the GPU's

@@ -295,7 +295,7 @@ def test_each_rank_takes_a_gpu_of_its_own_or_none_does(monkeypatch, shown, local
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(None, [3]), (torch.device("cuda", 1), [1])])
-def test_load_selects_a_gpu_by_local_rank_unless_the_users_process_group_is_bound_to_one(monkeypatch, bound, expected):
+def test_load_takes_the_gpu_of_local_rank_or_of_the_process_group(monkeypatch, bound, expected):
     """After `init_process_group("nccl")` the current GPU of every rank is number 0."""
     world, taken = SimpleNamespace(bound_device_id=bound), []
     group = SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world))

@@ -51,7 +51,7 @@ def test_copy_to_the_device_casts_tensors_to_the_parameter_dtype():
     assert torch.equal(target, source.bfloat16())
 
 
-def test_staging_buffers_wait_for_the_cuda_stream_of_the_target_device_not_of_the_current_one(monkeypatch):
+def test_staging_buffers_wait_for_the_stream_of_the_device_they_copy_to(monkeypatch):
     """On another GPU's stream the wait ended before the copy did, and the next tensor overwrote the buffer."""
     events = []
 
