@@ -137,8 +137,7 @@ def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
 def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a dropout mask of 0 and 1 in `shape` and `dtype`, in which an element is 0 with
-    probability `p`; a custom op.
+    """Return a dropout mask of 0 and 1 in `shape` and `dtype`; an element is 0 with probability `p`; a custom op.
 
     The elements are cut into as many equal blocks as there are `seeds`, and each block is hashed from its seed.
     """

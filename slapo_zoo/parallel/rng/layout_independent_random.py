@@ -148,8 +148,7 @@ class RandomStream(StreamPosition):
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """Return the seeds from which operators hash the dropout mask of x, one for each row of x
-        (all axes but the last).
+        """Return the seeds from which operators hash the dropout mask of x, one per row of x (all axes but the last).
 
         Args:
             x: tensor that holds some columns (the last axis) of an unsharded tensor.
