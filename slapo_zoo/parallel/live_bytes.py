@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
     """Mode that counts the bytes of tensors that were created under it and are still alive.
 
     Attributes:
-        live: kind --> bytes now.
+        live: kind (a name given to `counted_as`, such as "activations") --> bytes now.
         at_peak: kind --> bytes at the moment of the largest total.
         peak: largest total in bytes.
     """

@@ -1,4 +1,4 @@
-"""All-reduce between ranks that are threads of one process: through their memory, with the bits of gloo's all-reduce.
+"""All-reduce between ranks that are threads of one process: through their memory, bit-equal to gloo's all-reduce.
 
 gloo sums in a ring: it splits a tensor into one chunk per rank, and sums chunk c in the order of the ranks c - 1, c - 2,
 ..., c (modulo their number). Here the thread of rank c sums chunk c in this order and writes it to all ranks.

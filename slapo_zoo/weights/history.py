@@ -52,8 +52,8 @@ def place_of(folder: Path, step: int, keep: int | None) -> Path:
 
 
 def keep_newest(folder: Path, saved: Path, keep: int | None) -> None:
-    """Point the link `last` in `folder` to its step folder `saved`, and delete all but the newest `keep` step folders
-    (None: none). Called by one rank; does nothing if `saved` is `folder` itself.
+    """Point the link `last` in `folder` to its step folder `saved`, and delete all but the newest `keep` step folders;
+    `keep` None deletes none. Called by one rank; does nothing if `saved` is `folder` itself.
     """
     if saved == folder:
         return

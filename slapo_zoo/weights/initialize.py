@@ -63,7 +63,7 @@ def initialize_weights(
 
 
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of a module's parameters and buffers, tied ones under each name; `whole`: submodules too."""
+    """Return (name, tensor) of a module's parameters and buffers, tied ones under each name; `whole` includes submodules."""
     return [
         *module.named_parameters(recurse=whole, remove_duplicate=False),
         *module.named_buffers(recurse=whole, remove_duplicate=False),

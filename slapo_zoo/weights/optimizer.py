@@ -1,4 +1,4 @@
-"""Convert the state of an optimizer to JSON and tensors; a state tensor is sharded like its parameter.
+"""Convert an optimizer's state to JSON and tensors; a state tensor of its parameter's shape is sharded like the parameter.
 
 rewrite: state[p] = {step, exp_avg [as p], ...} <--> "<name of p>.exp_avg" in a file, step in JSON
 """
@@ -297,6 +297,6 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
-    """Return the ranks whose optimizer differs from that of the first rank of their pipeline stage, by `digests` of all."""
+    """Return the ranks whose optimizer has another digest (`digests`, by rank) than the first rank of the same stage."""
     firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
     return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

@@ -50,7 +50,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
 
 
 def is_missing(folder: Path) -> bool:
-    """Return whether a folder does not exist, now and a moment later, because a save may remove it for a moment."""
+    """Return whether a folder is missing, also a moment later; if a killed save had moved it away, it is moved back."""
     if not folder.is_dir():
         bring_back(folder)
         time.sleep(PAUSE_S)

@@ -226,7 +226,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk; some file systems cannot flush a folder."""
+    """Flush a file, or the names in a folder, to disk; ignore that a file system cannot flush folders."""
     fileno = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fileno)

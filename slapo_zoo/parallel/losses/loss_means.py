@@ -119,7 +119,7 @@ class GlobalMeans(TorchFunctionMode):
 
     @staticmethod
     def require_sum(loss: Tensor) -> None:
-        """Raise MeshError if `loss`, that of a forward within `over`, has a term beside the means and their multiples."""
+        """Raise MeshError if `loss`, computed within `over`, is not a sum of the mean losses found there times constants."""
         if not getattr(loss, _SHARE, True):
             raise _refusal("it adds a term that is no mean over targets (a router's load-balancing loss, a z-loss)")  # fmt: skip
 

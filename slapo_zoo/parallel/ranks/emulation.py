@@ -251,13 +251,13 @@ def _leave() -> None:
 
 
 def _first_cause(failures: Sequence[BaseException]) -> BaseException:
-    """Return the first error that is no RankError, which reports a lost peer; if all are RankErrors, the first."""
+    """Return the first error that is not a RankError (which only reports a lost peer); if all are, the first of these."""
     return next((error for error in failures if not isinstance(error, RankError)), failures[0])
 
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all objects that exist already; a scan of torch's would take 0.25 s."""
+    """Context in which garbage collection skips all objects that exist already: to scan those of torch takes 0.25 s."""
     if gc.get_freeze_count():  # frozen by other code: do not unfreeze at the end
         yield
         return

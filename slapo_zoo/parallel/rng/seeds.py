@@ -1,4 +1,4 @@
-"""Random seeds per rank and named generator states under the function names of the original Slapo."""
+"""Random seeds per rank and named generator states; the names of functions are those of the original Slapo library."""
 
 import logging
 import threading
