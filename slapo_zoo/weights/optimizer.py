@@ -159,9 +159,9 @@ def check_record(record: Any) -> str:
         return f"found {record!r:.60}, expected class, groups and state"
     groups, state = record["groups"], record["state"]
     if not isinstance(record["class"], str) or not isinstance(groups, list):
-        return "expected a class and a list of groups"
+        return f"found class {record['class']!r:.40} and groups {groups!r:.40}, expected a name and a list"
     if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-        return "expected the state of each parameter"
+        return f"found the state {state!r:.60}, expected a dictionary for each parameter"
     for number, group in enumerate(groups):
         if problem := _group_problem(group):
             return f"group {number}: found {problem}"
