@@ -19,7 +19,6 @@ import torch.distributed as dist
 from slapo_zoo.errors import RankError
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.ranks import heartbeat
-from slapo_zoo.parallel.ranks.killed_rank import VARIABLE
 from slapo_zoo.parallel.rng.seeds import get_logger
 
 LIMIT_S = 3600.0  # for the slowest disk or download
@@ -189,7 +188,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
     problem = f"timed out after {seconds:.0f} s waiting for {who} at {what}"
     problem += f" ({lines})" if lines else ""
     hint = f"see the output of {'that rank' if late else 'the other ranks'}"
-    hint += f"; {VARIABLE} or timeout_s= allow more time" if seconds <= LIMIT_S else ""
+    hint += "; SLAPO_ZOO_TIMEOUT_S or timeout_s= allow more time" if seconds <= LIMIT_S else ""
     return RankError(f"rank {dist.get_rank()}", what, problem, hint)
 
 
