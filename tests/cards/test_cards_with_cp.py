@@ -174,7 +174,7 @@ def test_schedule_json_files_and_vision_models_are_refused_with_cp(tmp_path):
         assert "the loss of ViTForImageClassification is no mean over tokens" in found
 
 
-def test_schedule_card_without_random_streams_fails_verification_at_load_with_cp(
+def test_schedule_card_without_fork_rng_directives_fails_verification_at_load_with_cp(
     tmp_path, forked_child
 ):
     """Without random streams, two cp ranks do not draw the masks of one process."""

@@ -110,9 +110,7 @@ def test_plan_in_a_schedule_card_is_ignored_if_the_user_passes_cp(tmp_path, said
     assert "cp=2 was asked for" in said.text
 
 
-def test_blocks_that_a_published_schedule_recomputes_stay_so_with_the_mesh_of_its_plan(
-    tmp_path, said
-):
+def test_plan_in_a_schedule_card_keeps_the_recomputation_of_its_schedule(tmp_path, said):
     """The plan sets layout and micro-batches; the program's own recomputation stays."""
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny", checkpoint_ratio=0.34).write(folder)
@@ -151,7 +149,7 @@ def test_repeated_plan_search_for_a_schedule_card_writes_identical_files(tmp_pat
 @pytest.mark.parametrize(
     "family", [f.name for f in sorted(CARDS.iterdir()) if (f / "tuning.json").exists()]
 )
-def test_published_plan_has_a_mesh_of_its_gpu_count_that_divides_its_batch(family):
+def test_mesh_of_a_published_plan_has_its_gpu_count_and_divides_its_batch(family):
     for plan in plans_of(read_card(CARDS / family).tuning):
         knobs = plan.knobs
         assert knobs["tp"] * knobs["pp"] * knobs["dp"] == plan.gpus

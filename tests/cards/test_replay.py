@@ -89,7 +89,7 @@ def test_schedule_card_refuses_another_model_size_or_class_unless_made_for_any_s
 
 @pytest.mark.one_in(3, 6)  # the test of committed cards makes and reads those of all families
 @pytest.mark.parametrize("family", families())
-def test_schedule_card_written_and_read_back_has_the_schedule_of_the_family(family, tmp_path):
+def test_schedule_card_written_and_read_back_has_the_schedule_of_the_model_family(family, tmp_path):
     """The card of every family is written, read, resolved and replayed: the program stays the same."""
     config, head = config_of(family)
     mesh = Mesh(tp=2, pp=2)

@@ -128,7 +128,7 @@ def test_operator_runs_while_the_device_of_its_first_tensor_is_current(monkeypat
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_choice_of_a_kernel_on_another_device_than_the_cpu_breaks_no_compiled_graph(dynamic):
+def test_kernel_choice_from_timings_causes_no_graph_break_under_torch_compile(dynamic):
     """Compilers can trace neither the name of a GPU nor files of timings."""
 
     def chosen(x):

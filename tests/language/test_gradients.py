@@ -38,7 +38,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_global_norm_copies_no_gradient_that_several_ranks_count():
+def test_global_norm_allocates_no_copy_of_gradients_that_several_ranks_hold():
     p = nn.Parameter(torch.zeros(64, 8192))
     p.grad = torch.ones_like(p)
     row = SimpleNamespace(placement=object(), replicas=lambda mesh: 4)

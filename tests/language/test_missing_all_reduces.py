@@ -77,7 +77,7 @@ def summed_by_a_function(sch):
         (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of the input"]),
     ],
 )
-def test_check_for_missing_all_reduces_names_the_first_module_of_each_kind(write, said):
+def test_check_for_missing_all_reduces_names_the_first_module_of_each_problem(write, said):
     sch = gpt2()
     write(sch)
     found = missing_sums(sch)

@@ -91,7 +91,7 @@ def test_schedule_indexing_selects_modules_by_path_and_by_child():
     assert sch["layers.*"]["mlp.*"].paths == [f"layers.{i}.mlp.{j}" for i in (0, 1) for j in (0, 1)]
 
 
-def test_named_schedules_lists_the_named_modules():
+def test_named_schedules_yields_the_paths_of_named_modules():
     model = Model()
     sch = Schedule(model)
     found = dict(sch.named_schedules())

@@ -29,7 +29,7 @@ def recorded(folder, order):
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv", "dualpipev"])
-def test_executed_pipeline_step_runs_the_simulated_actions_of_its_order_on_every_rank(
+def test_executed_pipeline_step_runs_the_actions_that_the_simulation_lists_on_every_rank(
     order, folder, ranks
 ):
     """The simulated list of `actions` equals what torch's pipeline runtime executes, rank by rank."""

@@ -76,7 +76,7 @@ def fails_second():
          "the bias is sharded, but the output is not"),
     ],
 )  # fmt: skip
-def test_directive_that_would_compute_something_else_is_refused_and_changes_no_module(make, use, problem):  # fmt: skip
+def test_directive_that_would_give_wrong_results_is_refused_and_changes_no_module(make, use, problem):  # fmt: skip
     sch = Schedule(make(), Mesh(tp=2))
     before = list(sch.model.modules())
     with pytest.raises(ScheduleError, match=problem):
@@ -89,7 +89,7 @@ def hooked(linear):
     return linear
 
 
-def test_shard_of_a_module_that_was_added_later_does_not_need_its_parent_in_the_schedule():
+def test_shard_accepts_a_module_added_later_whose_parent_the_schedule_does_not_know():
     sch, added = Schedule(nn.Sequential(nn.Linear(4, 4)), Mesh(tp=2)), nn.Linear(4, 4)
     Shard("weight", 0).check(Site("0.adapters.first", added, sch.state))  # as adapters are sharded
 
@@ -102,7 +102,7 @@ def test_schedule_of_a_lazy_module_is_refused_until_it_has_run():
     assert Schedule(model)["0"].mod.in_features == 3
 
 
-def test_names_with_a_colon_or_a_star_are_selected_as_they_are():
+def test_module_names_with_a_colon_or_a_star_are_selected_literally():
     sch = Schedule(nn.ModuleDict({"a:b": nn.ReLU(), "c*": nn.ReLU(), "cd": nn.ReLU()}))
     assert sch["a:b"].paths == ["a:b"]
     assert sch["c*"].paths == ["c*"]
@@ -119,7 +119,9 @@ def test_names_with_a_colon_or_a_star_are_selected_as_they_are():
     ],
     ids=["GroupNorm", "Conv1d", "ConvTranspose1d", "InstanceNorm1d"],
 )
-def test_shards_of_a_module_with_groups_of_channels_compute_its_channels(make, own_attribute):
+def test_sharded_grouped_convolutions_and_norms_compute_the_channels_of_the_unsharded_module(
+    make, own_attribute
+):
     torch.manual_seed(0)
     module, x = make(), torch.randn(2, 8, 5)
     nn.init.normal_(module.weight)
@@ -197,7 +199,7 @@ def test_sync_of_an_output_without_tensors_is_refused():
         sch.model(torch.ones(2, 4))
 
 
-def test_collective_that_siblings_in_a_module_dict_share_keeps_no_input():
+def test_collective_shared_by_siblings_in_a_module_dict_keeps_no_input_after_the_forward():
     model = nn.Sequential(nn.ModuleDict({name: nn.Linear(4, 4) for name in "qk"}))
     model.forward = lambda x: model[0]["q"](x) + model[0]["k"](x)
     sch = Schedule(model, Mesh(tp=2, dry_run=True))
@@ -216,7 +218,7 @@ def twice_built():
     return float(model[0].weight.grad)
 
 
-def test_build_after_another_build_sums_the_gradients_that_were_named_between_them():
+def test_second_build_sums_gradients_of_directives_added_after_the_first_build():
     assert emulate(twice_built, mesh=(2, 1, 1)) == [-3.0, -3.0]
 
 
@@ -252,7 +254,7 @@ def test_deep_copy_of_a_traced_and_recomputed_module_computes_with_its_own_weigh
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
-def test_deep_copy_of_a_built_module_computes_with_its_own_weights_and_sums_its_gradients():
+def test_deep_copy_of_a_module_built_from_a_schedule_computes_with_its_own_weights_and_sums_its_gradients():
     emulate(copied, mesh=(2, 1, 1))
 
 

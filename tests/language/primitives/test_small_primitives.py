@@ -226,7 +226,7 @@ def test_primitive_class_with_static_methods_registered_by_a_user_becomes_a_sche
         (lambda sch: sch[2].shard("weight", 1).sync("fwd_post"), "unsharded bias of this Bilinear"),
     ],
 )
-def test_directive_argument_of_wrong_type_is_refused(use, problem):
+def test_invalid_directive_argument_is_refused_with_its_reason(use, problem):
     twice = nn.Linear(4, 4)
     embedding = nn.Embedding(4, 4, max_norm=1.0)
     sch = Schedule(nn.Sequential(twice, twice, nn.Bilinear(4, 4, 4), embedding), Mesh(tp=2))

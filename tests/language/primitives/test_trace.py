@@ -95,7 +95,7 @@ def test_shard_attribute_is_refused_when_a_trace_recorded_the_value():
         sch[f"{BLOCK}.attn"].shard_attribute("num_heads")
 
 
-def test_trace_records_attention_between_heads_as_one_graph_node():
+def test_trace_records_softmax_attention_as_one_graph_node():
     register_attention()
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     model.set_attn_implementation(NAME)
