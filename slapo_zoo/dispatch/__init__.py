@@ -1,4 +1,4 @@
-"""Kernel dispatch: the registry of kernels, and tables of measured times by which a kernel or torch's operations run.
+"""Kernel dispatch: the registry of kernels, and tables of measured times that decide if a kernel or torch's code runs.
 
 This package imports `parallel`, and `slapo_zoo.kernels` imports this package.
 """

@@ -66,8 +66,8 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute T5's attention of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. The position bias
-    [1, H, S, T] is looked up in `weight` [buckets, H]; `key_mask` [B, T] is True at keys that are no padding.
+    """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. Its bias
+    [1, H, S, T] of positions is looked up in `weight` [buckets, H]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)
@@ -90,8 +90,8 @@ def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention to the last `window` keys by torch's fused attention, which is faster than GPT-Neo's own.
-    q is [B, H, S, D], k and v are [B, H, T, D]; `key_mask` [B, T] is True at keys that are no padding.
+    """Return causal attention to the last `window` keys by torch's fused attention, which is faster than GPT-Neo's own.
+    q and the result are [B, H, S, D], k and v are [B, H, T, D]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
@@ -103,8 +103,8 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention to the last `window` keys as GPT-Neo does, with fp32 scores [B, H, S, T] in memory. q is
-    [B, H, S, D], k and v are [B, H, T, D]; `key_mask` [B, T] is True at keys that are no padding.
+    """Return causal attention to the last `window` keys as GPT-Neo does, with fp32 scores [B, H, S, T] in memory. q and
+    the result are [B, H, S, D], k and v are [B, H, T, D]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
@@ -151,7 +151,7 @@ EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Return {name of our kernel: function with its arguments that calls Liger-Kernel}; {} if that is not installed."""
+    """Return {name of our kernel: Liger-Kernel's function, with our kernel's arguments}; {} if Liger is not installed."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

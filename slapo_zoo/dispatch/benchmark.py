@@ -58,7 +58,7 @@ OTHERS = ("eager", "expert", "compile", "liger")
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Return random keyword arguments for the kernel `name` at one test shape; floating tensors require gradients."""
+    """Return random keyword arguments for the kernel `name` at `shape`, one of SHAPES[name]; floats require gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
     given.pop("chunk_bytes", None)  # small, for tests
@@ -222,8 +222,8 @@ def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """Return a list of (kernel name, shape, dtype) that a benchmark run measures. `quick` takes only the first shape
-    of each kernel; `only` is a comma-separated list of beginnings of kernel names.
+    """Return a list of (kernel name, shape, dtype) that a benchmark on `device` ("cpu" or "cuda") measures. `quick` takes
+    only each kernel's first shape; `only` is a comma-separated list of beginnings of kernel names ("": all kernels).
     """
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():

@@ -123,8 +123,8 @@ def falls_back(kernel: Kernel, dtype: torch.dtype, size: int, device: str) -> st
 
 
 def implementation(kernel: Kernel, device: str) -> tuple[str, str]:
-    """Return (implementation, reason) for a device ("cpu", or a GPU's name): what computes the kernel there, and
-    why. The implementation is "triton", "torch" or a few words on other code, as in `kernel.paths`.
+    """Return (implementation, reason): what computes the kernel on a device ("cpu", or a GPU's name), and why. The
+    implementation is "triton", "torch" or, on a CPU, the names of what runs there, e.g. "F.gelu, mul".
     """
     if device == "cpu":
         return kernel.paths.get("cpu", "torch"), "the best of what runs on a CPU"
@@ -158,7 +158,7 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 
 def _timed(name: str, dtype: str, size: int, device: torch.device) -> bool:
-    """Return whether timings choose Triton for inputs of a dtype and last axis `size` on a device."""
+    """Return whether timings choose the Triton code of kernel `name` for a dtype and last axis `size`; False without any."""
     known = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _decided(name, dtype, size, known, changes())
 

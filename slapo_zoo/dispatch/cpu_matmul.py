@@ -27,8 +27,8 @@ def is_faster_here() -> bool:
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Return whether oneDNN computes `a @ b` faster than torch's BLAS. If `a` is no matrix, `rows` is the product
-    of its sizes without the last.
+    """Return whether oneDNN computes `a @ b` faster than torch's BLAS. `rows` is the number of rows of `a` flattened to a
+    matrix, and is needed only if `a` has other than two axes.
     """
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
@@ -36,12 +36,12 @@ def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether a forward that was set on one Linear or Conv1D computes what the class's does; True for None."""
+    """Return whether `forward`, which was set on one Linear or Conv1D, computes what the class's does; True if None."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a [M, K] @ b [K, N] + bias, by the faster of oneDNN and torch's BLAS; the result has no autograd graph."""
+    """Return a [M, K] @ b [K, N] + bias, by the faster of oneDNN and torch's BLAS; for code without autograd, which oneDNN lacks."""
     if suits(a, b):
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
             return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a

@@ -40,7 +40,7 @@ class Kernel:
             kernels too.
         innermost: True if the kernel (that of linears) may also serve modules inside a module of another kernel,
             because every kernel calls such modules.
-        limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
+        limits: returns why the Triton code cannot serve an input, by its dtype and last axis, or "".
     """
 
     name: str
@@ -80,9 +80,8 @@ def register_kernel(
 
     def register(install: Callable[..., Any]) -> Callable[..., Any]:
         if name in KERNELS:
-            raise ScheduleError(
-                "kernel", name, "the name is already registered", "choose another name"
-            )
+            hint = "choose another name"
+            raise ScheduleError("kernel", name, "the name is already registered", hint)
         KERNELS[name] = Kernel(name, install, unfit, **more)
         return install
 
@@ -112,7 +111,7 @@ def kernel(
         cannot: returns why a module of a class in `serves` cannot be served, or "".
         cpu: what computes the kernel on a CPU, as text to show to users, e.g. "F.gelu, mul".
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
-        limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
+        limits: returns why the Triton code cannot serve an input, by its dtype and last axis, or "".
         passes: names of the served module's children whose work the kernel does itself. When such a child is
             replaced, patched or hooked later, the class's own forward runs instead of the kernel.
     """
@@ -135,7 +134,7 @@ def kernel(
 
 @cache
 def load_kernels() -> dict[str, Kernel]:
-    """Import every file of `kernels/` but the Triton code, which registers all kernels; return {name: Kernel}."""
+    """Register all kernels by importing every file of `kernels/` but the Triton code; return {kernel name: Kernel}."""
     package = importlib.import_module("slapo_zoo.kernels")
     for found in pkgutil.iter_modules(package.__path__):
         if "triton" not in found.name:
@@ -303,9 +302,8 @@ def register_fused_kernel(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in FUSED_KERNELS:
-            raise ScheduleError(
-                "kernel", name, "the name is already registered", "choose another name"
-            )
+            hint = "choose another name"
+            raise ScheduleError("kernel", name, "the name is already registered", hint)
         FUSED_KERNELS[name] = FusedKernel(name, pattern, function)
         return function
 
