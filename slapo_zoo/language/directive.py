@@ -108,7 +108,7 @@ class State:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
 
     def put(self, path: str, new: nn.Module) -> None:
-        """Put `new` in the place of the module at `path`, wherever the model holds that module; call `index` afterwards."""
+        """Put `new` in the place of the module at `path`, wherever the model holds it; callers must call `index` next."""
         self.model = self.model if path else new
         for children, name in self._held.get(id(self.modules[path]), ()):
             children[name] = new
@@ -139,7 +139,7 @@ class State:
         return self.modules[name] if name in self.modules else getattr(holder, leaf, None)
 
     def select(self, pattern: str) -> list[str]:
-        """Return the paths of the modules that a pattern such as `h.*.mlp` or `*:Linear` matches, in model order."""
+        """Return the paths of the modules that a pattern matches, in model order: `h.*.mlp`, or `**:Linear` by class."""
         if pattern in self.modules:  # names in an nn.ModuleDict may have `:` and `*`
             return [pattern]
         glob, _, class_name = pattern.partition(":")
@@ -183,9 +183,9 @@ class Site:
         return self.state.mesh
 
     def group(self, directive: Any) -> Any:
-        """Return the process group of a directive's `mesh_dim`; None when that dim has size 1.
+        """Return this rank's process group along a directive's `mesh_dim`; None when that dim has size 1.
 
-        In a dry run, collectives over the returned group are recorded on the tape and not sent.
+        In a dry run (a step on fake tensors), collectives over the returned group are recorded and not sent.
         """
         group, tape = self.mesh.group(directive.mesh_dim), self.state.forward.tape
         if tape is None:
@@ -229,9 +229,9 @@ class Directive:
     def __post_init__(self) -> None:
         """Raise TypeError when a field declared as int, str, bool or list has a value of another type, e.g. `axis="0"`."""
         for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            value, (unlike, expected) = getattr(self, f.name), UNLIKE.get(f.type, ((), ""))
+            value, (unlike, want) = getattr(self, f.name), UNLIKE.get(f.type, ((), ""))
             if isinstance(value, unlike):
-                raise TypeError(f"{self.name}(): {f.name}: found {value!r}, expected {expected}")
+                raise TypeError(f"{type(self).name}(): {f.name}: found {value!r}, expected {want}")
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "Directive":
@@ -252,7 +252,7 @@ class Directive:
         """Raise ScheduleError if the directive cannot be applied to the module of `site`; change nothing."""
 
     def check_all(self, sites: list[Site]) -> None:
-        """Raise ScheduleError if the directive cannot be applied to one of the modules, or not to all of them."""
+        """Raise ScheduleError if the directive cannot be applied to each of the modules, or not to all of them together."""
         for site in sites:
             self.check(site)
 
@@ -261,7 +261,7 @@ class Directive:
         raise NotImplementedError(f"{type(self).__name__} must define apply(site)")
 
     def undo(self, site: Site) -> None:
-        """Undo `apply` at the module of `site`; raise NotImplementedError if the directive has changed the module itself."""
+        """Undo `apply` at the module of `site`; raise NotImplementedError unless a subclass (a pipeline cut) overrides this."""
         raise NotImplementedError(f"{self} cannot be undone: begin again with a new model")
 
     def local(self) -> str:

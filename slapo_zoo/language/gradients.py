@@ -41,11 +41,11 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> list[Any]:
-    """Hook parameters so that each backward sums their gradients over those tp ranks that the plan names; a collective call.
+    """Hook parameters so that each backward sums gradients over tp ranks; all ranks must call this (it makes process groups).
 
-    Summed are gradients that `sum_gradient` names, and those of shards that several ranks hold (`replicate=True`).
+    Summed are gradients of parameters that a `sum_gradient` directive names, and of shards that several ranks hold.
 
-    `named` are names and parameters of a model, `plan` is that of this rank. `remove()` of the returned handles undoes it.
+    `named` are names and parameters of a model, `plan` is that of this rank. `remove()` of the returned handles unhooks.
     """
     mesh, handles = plan.mesh, []
     groups = {ranks: new_group(list(ranks)) for ranks in plan.groups()} if mesh.tp > 1 else {}

@@ -111,7 +111,7 @@ class Call:
         self.is_back = False
 
     def take(self, tensor: Tensor) -> Offloaded:
-        """Copy the memory of a tensor to the host, once for all views of the memory, and return the handle."""
+        """Copy the memory of a tensor to the host, once for all views of it; return the handle that autograd saves instead."""
         storage = tensor.untyped_storage()
         key, found = storage._cdata, self._of_storage
         if not self.copies:
@@ -185,7 +185,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return ids of the storages of a module's parameters, of its buffers, and of casts that hide its parameters."""
+    """Return ids of the storages of a module's parameters and buffers, and of casts stored as attributes of the same names."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

@@ -45,7 +45,7 @@ def planned_rows(
     stages: Callable[[str], tuple[int, ...]],
     row_shards: int = 1,
 ) -> dict[str, TensorPlan]:
-    """Return one TensorPlan per tensor of a model, by name, in the order of the state dict.
+    """Return {tensor name: its TensorPlan, i.e. shape, sharding and gradient sums}, in the order of the model's state dict.
 
     Args:
         state: state of a schedule whose directives have all been applied.

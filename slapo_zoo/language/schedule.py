@@ -80,7 +80,7 @@ class Selection(_Methods):
         path, *others = self.schedule.matching(self.path, "mod")
         if others:
             hint = "write the whole path of one of them, or loop over .paths"
-            raise ScheduleError(self.path, "mod", f"matches {1 + len(others)} modules", hint)
+            raise ScheduleError(self.path, "mod", f"matches {1 + len(others)} modules, not 1", hint)
         return self.schedule.state.modules[path]
 
     @property
@@ -151,7 +151,7 @@ class Schedule(Selection):
 
     Args:
         model: any module; directives change it in place.
-        mesh: sizes of tp, pp and dp and the coordinates of this rank; building needs no process group.
+        mesh: sizes of tp, pp, dp and cp and the coordinates of this rank; no process group is needed yet.
         seed: seed of the model's random streams (dropout).
     """
 
@@ -215,7 +215,7 @@ class Schedule(Selection):
         for site in sites:
             check_reachable(modules, site.path, directive)
             if isinstance(site.module, torch.jit.ScriptModule):
-                hint = "schedule the module of Python, and call torch.jit.script on others only"
+                hint = "schedule the original Python module, and script only modules without directives"
                 raise directive.fail(site, "a module of torch.jit.script cannot be changed", hint)
         directive.check_all(sites)
         for site in sites:

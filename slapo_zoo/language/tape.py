@@ -176,7 +176,7 @@ class Tape(TorchDispatchMode):
 
     Args:
         model: model with fake tensors; None when the caller runs the forward itself.
-        units: paths of modules, e.g. blocks; each row names the one that runs. None may lie within another.
+        units: paths of modules, e.g. blocks, no two within each other; each row names the unit that runs.
         inner: paths of further modules for whose calls a row is written at the begin and the end.
         last: path of a unit; the forward is stopped after it if a vocabulary-parallel loss was computed by then.
     """

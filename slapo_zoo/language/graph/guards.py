@@ -30,7 +30,8 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
         same = value == expected
     if not same:
         problem = f"{read} was {expected!r} during the trace, this call has {_shown(value)}"
-        raise ScheduleError(where, "trace", problem, "trace with this call as example_inputs")
+        hint = "trace with the arguments of this call as example_inputs"
+        raise ScheduleError(where, "trace", problem, hint)
 
 
 @has_side_effect

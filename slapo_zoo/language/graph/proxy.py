@@ -80,7 +80,7 @@ class ValueProxy(Proxy):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("node", "tracer"):
-            raise AttributeError(f"found no {name!r}: do not copy or pickle a traced value")
+            raise AttributeError(f"a traced value has no {name!r} yet: do not copy or pickle it")
         if callable(getattr(self.node.meta["value"], name)):
             return Method(self, name)
         return _tracer(self).create_proxy("call_function", getattr, (self, name), {})

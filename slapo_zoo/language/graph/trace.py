@@ -45,7 +45,7 @@ def trace_module(
         example_args: positional arguments of the example call, or all arguments by name.
         example_kwargs: keyword arguments of the example call.
         leaves: modules that stay a single node even with `flatten`: paths, class names, classes or predicates
-            (module, path). Always: modules of torch.nn, `core_attn`, Conv1D, and those with hooks or an own forward.
+            (module, path). Always: torch.nn modules, Conv1D, children named `core_attn`, and those with hooks or patched forward.
         flatten: trace into the children, too.
         where: path of the module in its model, for errors.
 
@@ -65,7 +65,7 @@ def trace_tree(
     leaves: Iterable[Leaf] = (),
     where: str = "",
 ) -> dict[str, TracedModule]:
-    """Trace a module and all modules that it calls; return the traced modules by path. The module is left unchanged.
+    """Trace a module and all modules it calls; return {path below the module: traced module}. The module stays unchanged.
 
     Args:
         module: root of the tree.

@@ -64,7 +64,7 @@ class ValueTracer(fx.Tracer):
         """Return the hint of an error about a forward that cannot be traced: which module to make a leaf."""
         inner = self.scope.module_path
         if not inner:
-            return "trace the modules below this one by one, or schedule this one without a graph"
+            return "trace each module below this one by itself, or schedule this module without a graph"
         return f"keep that module as a single node: pass leaves=({inner!r},)"
 
     # -- nodes and their values -----------------------------------------------------------------

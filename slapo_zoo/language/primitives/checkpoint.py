@@ -147,7 +147,7 @@ def _in_a_graph(
 
 
 class _Anew(ExitStack):
-    """Context that may be entered again, e.g. in a second backward: each time it enters what `make` returns."""
+    """Context that may be entered again, e.g. in a second backward: each entry enters a new context made by `make()`."""
 
     def __init__(self, make: Callable[[], AbstractContextManager]):
         super().__init__()

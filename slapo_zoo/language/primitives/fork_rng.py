@@ -34,7 +34,7 @@ class ForkRng(Directive):
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
               others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row); in f,
                         F.dropout, fused attention and torch.rand of a batch draw by row, as a Dropout does
-    note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
+    note:     a Dropout then draws the same mask for all sizes of the mesh; `eval()` switches it off
 
     Args:
         per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is sharded over tp).
@@ -43,7 +43,7 @@ class ForkRng(Directive):
         after: name of a column-parallel linear whose output is dropped out (needs `axis=-1`): for a module that calls
             F.dropout, a child (BART's `fc1`); for a Dropout, a sibling. If the parent calls the Dropout twice, only
             the call after that sibling has a sharded input, and the other call an unsharded one.
-        tokens: with sequence parallelism, the input holds only the tokens of this rank.
+        tokens: True if, in steps with sequence parallelism, the input holds only the tokens of this rank.
         rows: True if axis 0 of the input is the batch; False (DeBERTa's relative positions): every
             micro-batch and dp rank draws the same mask.
     """
@@ -151,7 +151,7 @@ class OwnDropout(TorchFunctionMode):
 
     Args:
         site: the module whose forward runs, with its path.
-        tokens: with sequence parallelism, inputs hold only the tokens of this rank.
+        tokens: True if, in steps with sequence parallelism, inputs hold only the tokens of this rank.
         name: name from which the random numbers are derived, by default the path; it may differ between ranks.
         child: record of the child `ForkRng.after`, whose output is sharded along the last axis; None without one.
     """
@@ -254,7 +254,7 @@ def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) ->
         x: input of the dropout.
         p: probability of a zero.
         name: name from which the random numbers are derived.
-        tokens: with sequence parallelism, `x` holds only the tokens of this rank.
+        tokens: True if, in steps with sequence parallelism, `x` holds only the tokens of this rank.
     """
     stream, mesh = site.state.random, site.mesh
     if tokens and site.state.forward.tokens_divided:

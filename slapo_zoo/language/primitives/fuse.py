@@ -33,7 +33,7 @@ class Fuse(Directive):
 
     Args:
         subgraph: the result of `find` or a pattern function (a schedule with either cannot be written to a
-            file), or a regex over the modules that the graph calls; a kernel brings a pattern of its own.
+            file), or a regex over the modules that the graph calls; None: the pattern of the kernel `name`.
         compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose pattern matches),
             "TorchScript" (inductor where torch.jit.script cannot be used, which is logged), or None: grouping only.
         name: the child becomes `<name>_<k>`; with "kernel", the name of a kernel, or "" for any.

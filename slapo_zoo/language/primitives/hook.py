@@ -19,7 +19,7 @@ class Hook(Directive):
 
     rewrite:  fw_pre:   x --> func(module, (x,)) or x;   fw_post: y --> func(module, (x,), y) or y
               bw_post:  dx --> func(module, (dx,), (dy,)) or dx
-    note:     a schedule with a hook cannot be written as JSON
+    note:     "or" is for a `func` that returns None. A schedule with a hook cannot be written as JSON
     errors:   unknown mode; a `func` that cannot be called
 
     Args:
@@ -36,7 +36,7 @@ class Hook(Directive):
             hint = "use fw_pre before the forward, fw_post after it, bw_post on gradients"
             raise self.fail(site, problem, hint)
         if not callable(self.func):
-            hint = "pass a function as torch.nn.Module.register_forward_hook takes it"
+            hint = f"pass a function as torch.nn.Module.{MODES[self._mode()]} takes it"
             raise self.fail(site, f"found func {self.func!r}, expected a callable", hint)
 
     def _mode(self) -> str:

@@ -26,7 +26,7 @@ class Replace(Directive):
     """Replace a module by `new` under the same path, or replace nodes of its graph by calls of `new`.
 
     rewrite:  parent.name = old           -->  parent.name = new           (a live module)
-              m.forward(x)                -->  KERNELS[new].install(site)  (a kernel's name)
+              y = m(x)                    -->  y = kernel(m, x)            (a kernel's name)
               y = f(x)                    -->  y = new(x)                  (one node)
               t = f(a); y = g(t, b)       -->  y = new(a, b)               (one subgraph)
               q = f(x); k = g(x)          -->  r = new(x); q, k = r        (several subgraphs)

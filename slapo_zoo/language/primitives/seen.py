@@ -15,5 +15,6 @@ class Seen:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             kind = type(self.__dict__.get("_module")).__name__
-            raise AttributeError(f"a rule may read public attributes of {kind}, but not {name!r}")
+            hidden = "sync_rms_norm() and vocab_bias() hide: make the attribute public"
+            raise AttributeError(f"the forward of {kind} reads {name!r}, which {hidden}")
         return self._values[name] if name in self._values else getattr(self._module, name)

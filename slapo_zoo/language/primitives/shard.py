@@ -29,7 +29,7 @@ class ShardRule:
 
 
 def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Shard the groups of a GroupNorm or convolution (`ShardRule.divided`), whose inputs are then sharded as its outputs are."""
+    """Set this rank's number of groups of a GroupNorm or convolution, which then takes and returns the channels of these groups."""
     module: Any = site.module
     applied = site.state.applied[site.path]
     name, groups = _groups(module)
@@ -73,8 +73,8 @@ def shard_rule(
     """Return a decorator that registers a shard rule for a module class: `@shard_rule(weight={0: "out_features"})`.
 
     Args:
-        divided: called after sharding with (site, tensor name, directive, ranges that this rank
-            holds); may replace the module's forward.
+        divided: called after sharding with (Site of the module, tensor name, directive, index ranges of
+            the axis that this rank holds); may replace the module's forward.
         **sizes: tensor name = {axis: attribute that holds the size of that axis}.
     """
 
@@ -148,7 +148,7 @@ class Shard(Directive):
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
         if site.mesh.size(self.mesh_dim) > 1 and (what := self._reads_all(site)):
             problem = f"{what} of this {type(site.module).__name__} needs the unsharded tensor"
-            hint = "leave it unsharded, or begin with a module without that (hooks: register them after shard)"
+            hint = f"leave {self.param_name!r} unsharded, or use a module without that (hooks: register them after shard)"
             raise self.fail(site, problem, hint)
         if self.unit < 1 or self.together < 1 or self.shared < 0:
             problem = f"found unit={self.unit}, together={self.together}, shared={self.shared}"
@@ -164,7 +164,7 @@ class Shard(Directive):
             raise self.fail(site, problem, hint)
 
     def _reads_all(self, site: Site) -> str:
-        """Return what, in this module or on its parameter, needs the unsharded tensor; '' for nothing."""
+        """Return what needs the unsharded tensor, e.g. "the recurrence" (of an LSTM) or "a gradient hook"; '' for nothing."""
         module: Any = site.module
         parent: Any = site.state.modules.get(site.path.rpartition(".")[0], module)
         rows = self.axis == 0

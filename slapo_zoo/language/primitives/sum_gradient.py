@@ -10,7 +10,7 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 class SumGradient(Directive):
     """All-reduce the gradient of a parameter over tp after each backward.
 
-    rewrite:  dw  -->  sum of dw over ranks
+    rewrite:  dw  -->  sum of dw over the tp ranks
     why:      a parameter that every rank holds unsharded, but uses on its own heads only (the q and k
               norms of Qwen3), or on its own tokens only (norms under sequence parallelism)
     errors:   no such parameter; the parameter is sharded, so its gradient is complete

@@ -108,7 +108,7 @@ class Sync(Directive):
         axis: the tensor axis that is gathered or scattered.
         tensor_parallel_output_grad: for all_gather and reshards to RR: dy is a partial sum on each
             rank and must be summed (None: True for all_gather, False for a reshard).
-        shared: siblings that take the same x (q, k, v) use one collective for it.
+        shared: True if siblings that take the same x (q, k, v) use one collective for it.
         sequence_axis: axis of the tokens; with sequence parallelism an all_reduce becomes an
             all-gather or reduce-scatter along it.
         mesh_dim: name of the mesh dim whose ranks take part in the collective.
@@ -159,8 +159,8 @@ class Sync(Directive):
             hint = 'call shard("weight", 0, pad=True) first'
             raise self.fail(site, f"the module's weight is not sharded, as {op!r} needs", hint)
         if op in SUMS and self._sum in site.state.applied.get(site.path, ()):
-            problem = f"an earlier sync() sums here already, and a second sum is {self.mesh_dim} times too large"
-            raise self.fail(site, problem, "remove one of the two")
+            problem = f"an earlier sync() sums here already: a second sum multiplies by the size of {self.mesh_dim}"
+            raise self.fail(site, problem, "remove one of the two sync() directives")
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)
 
@@ -269,7 +269,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective `run` before the bias; return False without bias, if not row-parallel, or after another op."""
+        """Insert the collective `run` before a row-parallel module's bias; return False for others, without bias, or after a sync()."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

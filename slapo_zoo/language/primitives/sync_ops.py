@@ -1,4 +1,4 @@
-"""Collectives that `sync` provides by name; each takes a tensor `x`, the directive, and its module as a Site."""
+"""Collectives that `sync` provides by name; each maps a tensor x, the directive and its module (a Site) to a new tensor."""
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their columns are channels, 
 
 @sync_op("all_reduce", "fwd_post", "bwd_post")
 def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-reduce the output y and leave its gradient as it is ("fwd_post"), or all-reduce only the gradient dx ("bwd_post").
+    """All-reduce x, the module's output ("fwd_post"), or only the gradient of x, the module's input ("bwd_post").
 
-    While tokens are sharded over the ranks, an all-reduce of y becomes the reduce-scatter to token shards, and
-    an all-reduce of dx the all-gather before the module (arXiv:2205.05198, section 4.2.2).
+    While tokens are sharded over the ranks, "fwd_post" reduce-scatters x along the tokens instead; "bwd_post" then
+    all-gathers the tokens of x, and so reduce-scatters its gradient (arXiv:2205.05198, section 4.2.2).
     """
     group, axis = site.group(sync), sync.sequence_axis
     if axis is not None and site.state.forward.tokens_divided:
@@ -32,7 +32,7 @@ def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("all_reduce_twice", "fwd_post")
 def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-reduce the output y; in the backward all-reduce dy too, since each rank uses y for other columns or heads."""
+    """All-reduce the output x; in the backward all-reduce its gradient too, as each rank uses x for other columns or heads."""
     group = site.group(sync)
     return collectives.reduce_backward(collectives.reduce_forward(x, group), group)
 
@@ -87,9 +87,9 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Wrap this rank's logits [..., V/n] in a Tensor subclass: VocabLogits, or LogitsOnDemand if x is one.
+    """Return this rank's logits [..., V/n] as a Tensor subclass: a LogitsOnDemand (not computed yet) as such, else VocabLogits.
 
-    From the result a loss is computed with each rank's columns; any other function first gathers all columns.
+    A loss of the result is computed with each rank's columns; any other function first gathers all columns.
     """
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it

@@ -25,7 +25,7 @@ class Unfused(Directive):
 
     def check(self, site: Site) -> None:
         if getattr(site.module, "p", 0.0):
-            hint = "select the module that chooses a fused kernel by its own flag"
+            hint = "select the module whose forward takes a fused kernel if its `training` is True"
             problem = "the module applies a dropout itself, which training=False would switch off"
             raise self.fail(site, problem, hint)
 
