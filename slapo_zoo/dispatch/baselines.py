@@ -66,8 +66,8 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. Its bias
-    [1, H, S, T] of positions is looked up in `weight` [buckets, H]; `key_mask` [B, T] is True at keys that are no padding.
+    """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. The position
+    bias [1, H, S, T] is looked up in `weight` [buckets, H]; `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)

@@ -158,7 +158,7 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 
 def _timed(name: str, dtype: str, size: int, device: torch.device) -> bool:
-    """Return whether timings choose the Triton code of kernel `name` for a dtype and last axis `size`; False without any."""
+    """Return whether timings on the device choose Triton for a kernel, dtype and last axis `size`; False without timings."""
     known = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _decided(name, dtype, size, known, changes())
 

@@ -139,7 +139,7 @@ class State:
         return self.modules[name] if name in self.modules else getattr(holder, leaf, None)
 
     def select(self, pattern: str) -> list[str]:
-        """Return the paths of the modules that a pattern matches, in model order: `h.*.mlp`, or `**:Linear` by class."""
+        """Return the paths of the modules that match a pattern, e.g. `h.*.mlp`, or `**:Linear` (by class), in model order."""
         if pattern in self.modules:  # names in an nn.ModuleDict may have `:` and `*`
             return [pattern]
         glob, _, class_name = pattern.partition(":")

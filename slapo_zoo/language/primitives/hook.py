@@ -19,7 +19,7 @@ class Hook(Directive):
 
     rewrite:  fw_pre:   x --> func(module, (x,)) or x;   fw_post: y --> func(module, (x,), y) or y
               bw_post:  dx --> func(module, (dx,), (dy,)) or dx
-    note:     "or" is for a `func` that returns None. A schedule with a hook cannot be written as JSON
+    note:     if `func` returns None, the value stays. A schedule with a hook cannot be written as JSON
     errors:   unknown mode; a `func` that cannot be called
 
     Args:
