@@ -40,7 +40,7 @@ class WeightsError(SlapoError, ValueError):
 
 
 class CardError(SlapoError, ValueError):
-    """Error of a schedule card that is malformed or altered, or does not fit the model or the mesh."""
+    """Error of a schedule card (a published schedule) that is malformed or altered, or does not fit the model or the mesh."""
 
 
 class StageError(SlapoError, RuntimeError):

@@ -166,7 +166,7 @@ def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
         module = called(owner, node)
         if module is not None and (module._forward_hooks or module._forward_pre_hooks):
             problem = "the module has hooks (from sync() or hook()), which a replacement would drop"
-            hint = "replace first, and put the hooks on the new module"
+            hint = "call replace() first, then sync() or hook() on the new module"
             raise ScheduleError(join(path, str(node.target)), "replace", problem, hint)
 
 
@@ -187,7 +187,7 @@ def hand_out(call: fx.Node, outputs: Sequence[fx.Node], single: bool) -> None:
 
 
 def erase(nodes: Sequence[fx.Node]) -> None:
-    """Remove nodes that are used only by each other and by runtime checks; remove those checks, too."""
+    """Remove `nodes`, which only each other and runtime checks may use, and remove those runtime checks too."""
     for node in reversed(nodes):
         for user in [u for u in node.users if u.target in GUARDS]:
             node.graph.erase_node(user)
