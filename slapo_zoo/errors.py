@@ -28,7 +28,7 @@ class ScheduleError(SlapoError, ValueError):
 
 
 class MeshError(SlapoError, ValueError):
-    """Error of a mesh (tp, pp, dp, cp) that does not fit the processes or the model, or of ranks that differ."""
+    """Error of a mesh (tp, pp, dp, cp) that does not fit the processes, model or options, or of ranks whose data or arguments differ."""
 
 
 class ArchitectureError(SlapoError, ValueError):

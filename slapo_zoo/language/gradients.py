@@ -114,7 +114,7 @@ def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> 
 
 def _square(grads: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
     """Return the sum of the squares of all gradients as a float64 scalar. `grads` are pairs of a gradient and the
-    number of ranks that count it, by which its squares are divided.
+    number of ranks that add it to the norm, by which its squares are divided.
 
     Norms of short pieces of each gradient are computed first: on a CPU a single float32 norm over 23 million
     elements is off by a thousandth.

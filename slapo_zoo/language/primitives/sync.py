@@ -237,7 +237,7 @@ class Sync(Directive):
         )
 
     def _after(self, site: Site, run: Callable[[Tensor], Tensor], y: Any) -> Any:
-        """Return the module's output `y` after `run`, the collective, which in a tuple, list or dict takes the first tensor."""
+        """Return the module's output `y` after the collective `run`, applied to the first float tensor of a tuple, list or dict."""
         if (found := _in_tree(run, y)) is None:
             problem = f"found no tensor in the module's output, a {type(y).__name__}"
             hint = "call sync() on the module inside that returns the tensor, or return a tuple or dict"

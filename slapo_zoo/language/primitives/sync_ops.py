@@ -87,7 +87,7 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Return this rank's logits [..., V/n] as a Tensor subclass: a LogitsOnDemand (not computed yet) as such, else VocabLogits.
+    """Return this rank's logits [..., V/n] as a Tensor subclass: VocabLogits, or LogitsOnDemand if they are not computed yet.
 
     A loss of the result is computed with each rank's columns; any other function first gathers all columns.
     """
