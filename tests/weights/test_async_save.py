@@ -15,6 +15,8 @@ from slapo_zoo.model.checkpoints import training_checkpoint
 from slapo_zoo.parallel.ranks.process_group import shutdown_distributed
 from slapo_zoo.weights import save
 
+WRITE = save.write_tensors  # ranks that are threads replace it at once
+
 
 def make(tp, pp, dp=1):
     from transformers import GPT2Config
@@ -37,12 +39,11 @@ def train(model, optimizer, steps=1):
 @contextmanager
 def instead(function):
     """`save.write_tensors` replaced; a worker of the pool keeps its modules, so put it back."""
-    before = save.write_tensors
-    save.write_tensors = lambda *args: function(before, *args)
+    save.write_tensors = lambda *args: function(WRITE, *args)
     try:
         yield
     finally:
-        save.write_tensors = before
+        save.write_tensors = WRITE
 
 
 def trains_on(out, tp, pp, dp):
@@ -115,9 +116,9 @@ def fails(out, ask):
     return type(errors[0]), str(errors[0]), step, load_checkpoint(model, out, optimizer).step
 
 
-@pytest.mark.parametrize("ask", [True, False])
-def test_failed_async_save_raises_and_keeps_the_old_checkpoint(ranks, tmp_path, ask):
-    found = ranks.run(fails, 2, tmp_path / "out", ask)
+@pytest.mark.parametrize(("kind", "ask"), [("ranks", True), ("ranks", False), ("threads", False)])
+def test_failed_async_save_raises_and_keeps_the_old_checkpoint(request, tmp_path, kind, ask):
+    found = request.getfixturevalue(kind).run(fails, 2, tmp_path / "out", ask)
     assert [kind for kind, *_ in found] == [RankError, WeightsError]
     for _, text, before, after in found:
         assert "No space left" in text

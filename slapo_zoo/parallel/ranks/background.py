@@ -40,6 +40,7 @@ class Saving(Future):
 
 class _Pending:
     saving: Saving | None = None
+    of_thread = threading.local()  # its `saving` is that of a rank which is a thread
     group: Any = None
     world: Any = None
 
@@ -65,6 +66,7 @@ def start(write: Callable[[], None]) -> Saving:
 
     if at_once:
         work()
+        _Pending.of_thread.saving = saving
         return saving
     _Pending.saving = saving
     # No daemon: Python waits for it at exit.
@@ -74,7 +76,8 @@ def start(write: Callable[[], None]) -> Saving:
 
 def join() -> None:
     """Wait for the running save, if there is one; raise its error unless the user has already got it from `Saving`."""
-    saving, _Pending.saving = _Pending.saving, None
+    place: Any = _Pending.of_thread if compat.ranks_are_threads() else _Pending
+    saving, place.saving = getattr(place, "saving", None), None
     if saving is None:
         return
     told, error = saving.told, saving.exception()
