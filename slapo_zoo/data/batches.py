@@ -55,9 +55,9 @@ class Batches:
         return count if most is None else min(count, most)
 
     def evaluation_part(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return evaluation batch {name: [rows, ...]} number `number` for data-parallel rank `dp_coord` of `dp`.
+        """Return {name: [rows, ...]}, the rows of data-parallel rank `dp_coord` of `dp` in evaluation batch `number`.
 
-        Rows are in the order of the data. A short last batch is filled up with rows whose labels are ignored.
+        Rows are in the order of the data. Rows whose labels are ignored fill a short last batch up to a multiple of `dp`.
         """
         begin = number * self.batch_size
         numbers = list(range(begin, min(begin + self.batch_size, len(self.rows))))
@@ -69,7 +69,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps to recognize the data: settings, row count and checksum, the same for any `step`."""
+        """Return {name: value} by which a resumed run recognizes the data: row count, settings, checksum; for any `step`."""
         return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:

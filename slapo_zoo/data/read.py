@@ -214,7 +214,7 @@ class Encoder:
     Args:
         task: task that makes tokens and labels.
         columns: role of an input, e.g. "text" --> name of the column that holds it.
-        classes: names of the classes whose numbers the data hold as labels, if the data name them.
+        classes: names of the classes by id, if the data hold ids as labels and name the classes; else ().
     """
 
     task: Task
@@ -222,7 +222,7 @@ class Encoder:
     classes: tuple[str, ...] = ()
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
-        """Return {name: values} of tokens and labels for raw columns; rows with a text that has no token are left out."""
+        """Return {name: values}, tokens and labels, for raw columns `batch`; rows with a text of no token are left out."""
         found = {role: list(batch[name]) for role, name in self.columns.items()}
         for role, held in found.items():
             wanted = self.task.kinds.get(role, "a text")
@@ -272,7 +272,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
     said = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
-        raise DataError("data", "columns", problem, "name others by columns=, or fill in empty values")  # fmt: skip
+        raise DataError("data", "columns", problem, "name other columns by columns=, or fill in empty values")  # fmt: skip
     label = next((columns[role] for role, kind in task.kinds.items() if "class" in kind), None)
     encoder = Encoder(task, columns, () if label is None else own_names(data, label))
     key = encoder.fingerprint(data._fingerprint)

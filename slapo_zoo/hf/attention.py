@@ -1,4 +1,4 @@
-"""Attention function registered with `transformers`; it calls the child `core_attn` that slapo_zoo may add."""
+"""Attention function for `transformers`: it calls the child `core_attn` that slapo_zoo adds to attentions, else sdpa."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
 
 @dataclass(frozen=True)
 class DeviceDropout:
-    """Attention and dropout functions that make dropout masks from seeds, without scores in memory (`kernels/`).
+    """Attention and dropout kernels that make dropout masks from seeds; the attention keeps no scores in memory.
 
     Args:
         serves: function: (q, attention mask, number of keys, True if a CPU generator draws dropout masks, False if they
@@ -141,8 +141,8 @@ class CoreAttention(nn.Module):
         self, attention: nn.Module, dropout: float, scaling: float | None,
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return (output [B, S, H, d], None or attention weights) of q [B, H, S, d] and k, v [B, K, T, d]; with context
-        parallelism k and v may be those of all cp ranks. `options` are further arguments of the back end.
+        """Return (output [B, S, H, d], None or weights) for queries q [B, H, S, d] and keys and values k, v [B, K, T, d],
+        which may have been gathered over cp. `options` are further arguments of the back end.
         """
         bias, cap = options.get("position_bias"), options.get("softcap")
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
@@ -247,7 +247,7 @@ class CoreAttention(nn.Module):
 
 @dataclass(frozen=True)
 class OverKeys:
-    """Function (q, k, v, mask, options) --> (output, weights): a `CoreAttention` with the other arguments of one call.
+    """Function (q, k, v, mask, options) --> (output, weights), which runs a `CoreAttention` with these fixed arguments.
 
     Args:
         core: the `CoreAttention`.

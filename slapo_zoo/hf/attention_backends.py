@@ -50,7 +50,7 @@ def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
 
 
 def _class_index(attention: nn.Module) -> int:
-    """Return the index in an attention's MRO of its class from `transformers`, from which slapo_zoo may derive classes."""
+    """Return the index in an attention's MRO of the class that `transformers` defines; those before it are slapo_zoo's."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)
@@ -81,7 +81,7 @@ def _xformers(
 def _aligned_bias(
     q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """Return mask (if None and `causal`, a causal mask) + position bias, [B, H, S, T]; rows begin at multiples of 8."""
+    """Return mask (a causal one if None and `causal`) + position bias, [B, H, S, T]; in memory, rows are 8 * n numbers."""
     (rows, heads, length, _), width = q.shape, k.shape[-2]
     bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
     if position_bias is not None:

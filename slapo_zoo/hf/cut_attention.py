@@ -67,9 +67,9 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` so that under cp > 1 it makes, of the mask [S, n * t] for whole rows, the
-    mask rows of this cp rank r's queries (all mask rows for Ulysses); None where no mask is needed.
-    A rank has s of the S = n * s queries and t of the n * t keys; n is cp.
+    """Wrap a mask function of `transformers` so that under cp > 1 it returns a mask for this cp rank's queries (under
+    Ulysses for the queries of all cp ranks) and the keys of all cp ranks; None where no mask is needed.
+    Rank r of the n cp ranks has s of the S = n * s queries and t of the n * t keys.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])

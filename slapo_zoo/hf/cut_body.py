@@ -119,10 +119,10 @@ def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
 
 
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with token ids and masks shortened to the number of tokens that the blocks of a cp rank get.
+    """Return `batch` with token ids and masks shortened to the tokens that one cp rank's blocks get, to read lengths from.
 
-    `state` is the state of a model's schedule. If `state.body` is None, the whole model runs on
-    a rank's own tokens, and the batch is returned unchanged.
+    `state` is the state of a model's schedule. If `state.body` is None, `batch` has one cp rank's tokens already, and
+    is returned unchanged.
     """
     n = 1 if state.body is None or cut is None else cut.n
     ids = {

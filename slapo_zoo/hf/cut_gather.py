@@ -48,11 +48,11 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Compute causal attention in calls of `run` for max(2048, H * d) queries each (H heads of size d), so that the
-    mask of a call is about as large as the keys of a row; return (output [B, s, H, d], weights of the last call).
+    """Compute causal attention for max(2048, H * d) queries at a time (H heads of size d), so that a mask is about as
+    large as the keys of a row; return (output [B, s, H, d], weights of the last queries).
 
-    Each mask is made again in the backward. `first` is the position of this rank's first query in the row; k and v are
-    those of all cp ranks, `options` are further arguments of the attention.
+    `run(q, k, v, mask, options)` computes some queries; the backward makes their mask again. `first` is the position of
+    this rank's first query in the row; k and v are those of all cp ranks, `options` further arguments of the attention.
     """
     found, weights = [], None
     for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
@@ -120,9 +120,9 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias [*, total] of a T5 layer `attention`: `bias`, if it is None or for all cp ranks' keys.
+    """Return `bias`, the position bias of a T5 layer `attention`, if it is None or for the `total` keys of all cp ranks.
 
-    A layer without a bias of its own passes zeros for the `own` keys of this rank: None is returned for those.
+    A layer that computes no bias passes zeros for this rank's keys, `own` in number: None is returned for these zeros.
 
     Raises:
         SlapoError: the bias is for another number of keys.

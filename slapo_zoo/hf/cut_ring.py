@@ -81,7 +81,7 @@ class Scores:
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Pass keys and values x around the cp ranks; yield (rank, its x, True if this rank's queries may see its keys)."""
+        """Pass keys and values x around the cp ranks; yield (owner, x of the owner, True if our queries may see its keys)."""
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
             owner = (self.cut.r - step) % self.cut.n

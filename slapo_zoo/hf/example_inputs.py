@@ -78,7 +78,7 @@ def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tenso
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with the labels that the model's head takes: zeros, or token ids. A head without loss adds none."""
+    """Return the batch with labels for the model's head: token ids if labels are tokens, else zeros; none without loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
@@ -98,8 +98,8 @@ def cut_example(
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
     Like training (`slapo_zoo.model.step.cut_batch`), but right in shape only, this adds `shift_labels` where the
-    head shifts labels, and `position_ids` where `positions` begins with "counted". `positions` says how the model finds
-    its tokens' positions: "counted", "counted by mask", "counted real", "placed", "relative" or "none".
+    head shifts labels, and `position_ids` where the model takes some: its `positions` is then "counted", "counted by mask"
+    or "counted real"; it is "placed", "relative" or "none" for a model that finds positions in another way.
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}
@@ -111,8 +111,8 @@ def cut_example(
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
     """Return a function (cut, tensors, others) --> (tensors with the first cp rank's tokens, others).
 
-    `cut.n` is the number of cp ranks; `tensors` and `others` are a batch's entries, only `tensors` are shortened.
-    `positions` is that of `cut_example`, e.g. "counted".
+    `cut.n` is the number of cp ranks; `tensors` and `others` are a batch's entries, only `tensors` are shortened. They
+    get `position_ids` if `positions`, how the model finds its tokens' positions, begins with "counted".
     """
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 

@@ -51,8 +51,8 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
         found = getattr(transformers, auto_class, getattr(beside_config, auto_class, None))
         if found is None:
             problem = "transformers has no class of that name"
-            hint = "pass auto_class=, e.g. AutoModelForCausalLM"
-            raise ArchitectureError("from_pretrained", f"auto_class={auto_class!r}", problem, hint)
+            hint = "pass auto_class=, e.g. AutoModelForCausalLM, or correct `architectures` in config.json"
+            raise ArchitectureError("from_pretrained", f"model class {auto_class!r}", problem, hint)
         auto_class = found
     if hasattr(auto_class, "_model_mapping"):  # an Auto class
         try:
@@ -181,7 +181,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:
-    """Return the number of parameters of a config's unsharded model, built on meta; `auto_class` as in `resolve_class`."""
+    """Return the number of parameters of a config's unsharded model of class `auto_class` (None: that of the config)."""
     model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip
     return sum(p.numel() for p in model.parameters())
 
@@ -216,7 +216,7 @@ def to_fakes(model: nn.Module) -> Callable[[], None]:
 
 
 def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` as an nn.Parameter (with its requires_grad) if `tensor` is one, else return `values` unchanged."""
+    """Return `values`, as an nn.Parameter with the requires_grad of `tensor` if `tensor` is a parameter, else unchanged."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(values, tensor.requires_grad) if is_parameter else values
 
@@ -248,8 +248,8 @@ def swap_tensors(
 
 
 def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
-    """Replace the floating parameters and buffers for which `is_wide(name, module)` by fp32 ones; fake tensors cannot
-    be cast in place.
+    """Replace the floating parameters and buffers for which `is_wide(name, module)` is True by fp32 ones; fake tensors
+    cannot be cast in place.
     """
     held: dict[str, Any]
     for path, module in model.named_modules():
@@ -293,7 +293,7 @@ def init_module(model: Any, module: nn.Module) -> None:
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise a module's own tensors, not its children's, by `_init_weights` of the innermost model that contains it."""
+    """Initialise the tensors of the module at `path`, not its children's, by the innermost PreTrainedModel that holds it."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))

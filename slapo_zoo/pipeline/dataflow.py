@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor that a unit (block, embedding, head) returned: item `leaf` of the flat output of call `call`."""
+    """Identity of a tensor that a block, embedding or head returned: output leaf `leaf` of the forward's call no. `call`."""
 
     call: int
     leaf: int

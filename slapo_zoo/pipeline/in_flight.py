@@ -113,7 +113,7 @@ class InFlightStage(PipelineStage):
     has_met = False
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        """Vote for the known shapes: in the first step with all ranks, later without messages, for which the host waits."""
+        """Return the stages' vote on known shapes: torch's, by messages, in the first step; later 1 (yes), without waiting."""
         vote = super()._warmup_forward_vote
         return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
 

@@ -106,10 +106,8 @@ class StageMap:
             raise MeshError("pipeline", "micro_batches", problem, hint)
         rounds = max(1, count // self.pp)
         if self.order.many and self.order.name != "LoopedBFS" and count % rounds:
-            problem = (
-                f"found {count} micro-batches, {self.order.name} needs a multiple of {self.pp}"
-            )
-            hint = f"pass micro_batches={self.pp * rounds}"
+            problem = f"found {count} micro-batches, which {self.order.name} cannot run in {rounds} equal rounds"
+            hint = f"pass micro_batches={self.pp * rounds}, and a batch whose rows it divides"
             raise MeshError("pipeline", "micro_batches", problem, hint)
 
     def admits(self, count: int) -> bool:

@@ -135,10 +135,10 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Return whether a weight is used in several places, so that the stage's backward cannot be split into two parts.
+    """Return whether torch would compute the stage's backward wrong in two parts: input gradients, then weight gradients.
 
-    The weight's values then enter several operations on the way from the stage's inputs to its outputs, or also outputs
-    that depend on no input. True also if the user's loss has its own parameter, to which torch gives no gradient.
+    That is so if a weight enters several operations between the stage's inputs and its outputs, or one of them and an
+    output that depends on no input; and if the user's loss has its own parameter, to which torch gives no gradient.
 
     Args:
         outputs: outputs of the stage.

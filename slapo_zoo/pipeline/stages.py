@@ -77,7 +77,7 @@ def _first_match(path: str, patterns: Sequence[re.Pattern[str]]) -> int:
 def assign_stages(
     units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = (), everywhere: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Return the stages that hold each unit (block, embedding, head): several if calls of a shared block are cut.
+    """Return {unit (block, embedding, head): stages that hold it}; several stages if cuts lie between a block's calls.
 
     Args:
         units: paths of the units, in the order they run.
@@ -213,7 +213,7 @@ class Cursor:
         self.index += 1
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
-            problem = f"this call, number {self.index} of the forward, did not occur in the dry run at load"
+            problem = f"this call, number {self.index} of the forward, did not occur in its dry run on fake tensors"
             hint = "if you moved blocks since the load: change the plain model, save it, and load that; "
             hint += "if the forward branches on data: end the stage at another block, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
@@ -261,7 +261,7 @@ class Foreign(nn.Module):
                 return own[name]
         original = self.__dict__.get("_original")
         if original is None:
-            problem = f"the module is on another pipeline stage, and its placeholder here has no {name!r} before the model is loaded or copied: read it afterwards"
+            problem = f"the module is on another pipeline stage, and its placeholder here has no {name!r} while the model is loaded or copied: read it afterwards"
             raise AttributeError(problem)
         return _readable(self.unit, name, getattr(original, name))
 

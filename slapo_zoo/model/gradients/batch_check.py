@@ -119,7 +119,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError if ranks of a pipeline stage have different numbers of gradient hooks; `found` lists these numbers."""
+    """Raise MeshError if ranks of a stage have different numbers of gradient hooks; `found` has the number of each rank."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:
@@ -134,6 +134,7 @@ def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
         "set torch's seed on all ranks or on none; model.input_check_interval = 0 switches this check off"
     )
     problem = f"ranks {list(differ)} were fed another batch than rank {first}"
+    problem += ", or have called the model more or less often" if where == "forward" else ""
     return MeshError(where, "batch", problem, hint)
 
 

@@ -66,7 +66,9 @@ class InputGradients:
         self._register(new)
 
     def held(self) -> list[Tensor]:
-        """Return the tensors outside the model that get gradients: detached batch entries, or trained parameters."""
+        """Return the tensors outside the model that get gradients: detached batch entries (pp > 1) or the parameters that
+        batch entries are computed from, and the parameters that the loss uses.
+        """
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
     def _register(self, new: list[nn.Parameter]) -> None:

@@ -82,7 +82,7 @@ def refuse_fsdp(model: Any) -> None:
     """Raise MeshError if the user called torch's `fully_shard` on modules of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody has called it
     if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
-        problem = "it has replaced the parameters whose gradients this model sums over ranks"
+        problem = "fully_shard has replaced parameters whose gradients this model sums over ranks"
         raise MeshError("forward", "fully_shard", problem, _NO_WRAPPER)
 
 

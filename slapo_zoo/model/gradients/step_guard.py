@@ -38,7 +38,7 @@ APART = {  # dim of the mesh --> problem and hint of an error about replicas
         "call optimizer.step() on all ranks or on none, and average gradients of torch.autograd.grad over dp",
     ),
     "tp": (
-        "tp ranks changed weights that all have by a norm of one rank's shards (SAM) or by random numbers of their own",
+        "tp ranks have different values of a replicated weight: changed by the norm of one rank's shards (SAM)?",
         "take the norm from model.clip_grad_norm_(float('inf')), and seed torch equally on all tp ranks",
     ),
 }

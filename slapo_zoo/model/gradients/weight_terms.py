@@ -49,9 +49,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
     if mesh.world_size == 1:
         return
     names = {id(p): name for name, p in runtime.calls.named}
-    numbers = _numbers(loss, began)
-    mixed = next((node.name() for node in numbers if _mixes(node)), "")
-    for node, index, p in (place for place in _leaves(numbers) if runtime_of(place[2])):
+    alone = _of_weights_alone(loss, began)
+    mixed = next((node.name() for node in alone if _mixes(node)), "")
+    for node, index, p in (place for place in _leaves(alone) if runtime_of(place[2])):
         name = names.get(id(p), "")
         row = runtime.plan.of(name)
         if mixed and (is_divided(p) or runtime.plan.sharded(name)):
@@ -85,9 +85,9 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
     return tuple(g * factor if i == index and g is not None else g for i, g in enumerate(grads))
 
 
-def _numbers(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes of the terms of `loss` that depend on parameters alone: the node of each such scalar, and
-    those between the scalar and the parameters. Only nodes with a sequence number above `began` are searched.
+def _of_weights_alone(loss: Tensor, began: int) -> set[Any]:
+    """Return the autograd nodes of the scalar terms of `loss` that depend on parameters alone: the node of each term, and
+    those between the term and the parameters. Only nodes with a sequence number above `began` are searched.
     """
     alone: set[Any] = set()
     made = reached(

@@ -31,13 +31,13 @@ SHARDED = "batch_is_sharded=True"
 def cut_batch(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Shard a batch over cp: return (entries with this rank's tokens of each row, entries that all rows share).
+    """Shard a batch over cp: return (entries with this rank's tokens of each row, entries without tokens).
 
     Args:
         model: a scheduled model.
         cut: which tokens each cp rank gets.
-        tensors: entries that are split by rows, with all tokens: [B, S], or a mask [B, 1 or H, S, S].
-        whole: entries that are not split by rows, the same for all rows.
+        tensors: entries with a batch axis and all tokens: [B, S], or a mask [B, 1 or H, S, S].
+        whole: the other entries; a tensor among them ([1, S]) applies to all rows.
 
     Raises:
         SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.
@@ -134,7 +134,7 @@ def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
 
 
 def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:
-    """Raise SlapoError if rows cannot be padded to a multiple of `n`, the number of cp ranks, unseen by their tokens.
+    """Raise SlapoError if real tokens would see the padding of rows to a multiple of `n`, the number of cp ranks.
 
     In a model that predicts the next token (`shifts`) the padding is one more document at the end of a row, which
     tokens see only if the config has is_decoder=False. In another model a mask has to hide the padding. With a mask

@@ -1,4 +1,4 @@
-"""Explain errors of a forward: tokens beyond the vocabulary, rows beyond the positions of a model, images of other rows."""
+"""Explain errors of a forward: tokens beyond the vocabulary, rows longer than a model's positions, images that misfit."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ SPARE = 2  # rows that OPT's table of positions has beyond those of the config
 
 
 class InputError(SlapoError, IndexError):
-    """Error of tokens beyond the vocabulary, of rows longer than a model's position embeddings, or of images."""
+    """Error of tokens beyond the vocabulary, of rows longer than a model's positions, or of images that misfit the rows."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def require_device(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _explain_media(model: Any, media: str, error: Exception) -> None:
-    """Raise InputError for an `error` of images, videos or sounds, which the entry `media` of the batch holds."""
+    """Raise InputError if `error` has a known cause in the images, videos or sounds, the batch's entry `media`."""
     if "tokens do not match" in str(error):
         problem = "its images (videos, sounds) do not fit the placeholder tokens of the rows; a micro-batch takes equally many per row"
         hint = "pass micro_batches=1, or give each row equally many; otherwise correct the placeholder tokens"

@@ -84,7 +84,7 @@ class MixedPrecision:
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """Context of one step and its backward: modules read casts of the parameters, which are freed at its end."""
+        """Context of one step and its backward: modules read casts of the parameters; the casts are freed at its end."""
         self._in_step = True
         try:
             with self.computing(model):

@@ -57,9 +57,9 @@ def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, A
 def cut_step(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any], own: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Shard a batch over cp; return (entries with this cp rank's tokens of each row, entries that all rows share).
+    """Shard a batch over cp; return (entries with this cp rank's tokens of each row, entries without tokens).
 
-    `tensors` are split by rows, `whole` are the other entries; `cut` says which tokens each cp rank gets. `own` is True
+    `tensors` are the entries with a batch axis, `whole` the others; `cut` says which tokens each cp rank gets. `own` is True
     for a loss of the user's own: both dicts then also hold the entries with all tokens, under the key FOR_LOSS + name.
     """
     part, others = cut_batch(model, cut, of_model(tensors), of_model(whole))
@@ -97,7 +97,7 @@ def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager
 
 
 def tokens_of(name: str, given: Mapping[str, Any]) -> int:
-    """Return the tokens per row of the output `name`, e.g. "logits", for the batch `given`, without padding for cp."""
+    """Return how many tokens a row of output `name`, e.g. "logits", has for the batch `given`, without padding for cp."""
     source = given["input_ids"].shape[1]
     if name.startswith("encoder"):
         return source

@@ -48,7 +48,7 @@ class Runtime:
         calls: state of the running calls and backwards, with the gradient hooks.
         within_engine: True while a call comes from the engine around the model.
         generates: True while `generate` is running.
-        evaluated: number of calls in eval mode so far.
+        evaluated: number of forwards without a backward so far (evaluation, `generate`, a pipeline's forward).
         recomputed: paths of the layers that `gradient_checkpointing_enable` recomputes.
         precision: compute dtype and loss scale.
     """
@@ -83,14 +83,14 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group that sums a gradient; `one` says which ranks. None if this rank sums alone."""
+        """Return the process group of the ranks over which a gradient is summed, as `one` says; None for this rank alone."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """Return the name of the model's class, by which losses decide whether to shift labels.
+        """Return the name of the model's class, from which losses know whether they shift labels by one token.
 
-        If the family's table says that labels are shifted, return SHIFTED; if it says that they are not, return "".
+        If the family's table says it instead, return SHIFTED (labels are shifted) or "" (labels are not shifted).
         """
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__

@@ -42,7 +42,7 @@ def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
 def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
     """Raise SlapoError for a batch without labels, from which the model computes no loss.
 
-    `tensors` are the entries of the batch that are split by rows, `whole` the entries that all rows share.
+    `tensors` are the entries of the batch with a batch axis, `whole` the other entries.
     """
     if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
         raise no_loss(f"found no labels among {list(tensors)}")
@@ -107,7 +107,7 @@ def require_trained(trains: bool, adapters: Any = None) -> None:
     """
     if any(str(config.peft_type).endswith("ADALORA") for config in (adapters or {}).values()):
         hint = "use the loss of the PeftModel: model(**batch).loss.backward()"
-        problem = "peft adds a term to the loss in its own forward"
+        problem = "peft adds a term to the loss in its own forward, which train_step does not call"
         raise SlapoError("train_step", "AdaLoRA", problem, hint)
     if not trains:
         problem = "no parameter and no input requires a gradient"

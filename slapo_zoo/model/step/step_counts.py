@@ -31,10 +31,10 @@ BY_TOKEN = (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.ModuleDict, nn.
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of one step: targets over all dp ranks, targets per row, padding, missed gradients.
+    """Counts of one step: targets (labels that count in the loss), padding, packed rows, gradients that ranks lack.
 
     Args:
-        totals: targets of each loss term, on all dp ranks together.
+        totals: number of targets of each loss term, on all dp ranks together.
         first: index of this rank's first row among those of all dp ranks.
         padded: True if a mask hides a token; None without a mask.
         targets: number of labels other than -100 in each row of this rank; None where labels are not tokens.
@@ -73,9 +73,9 @@ def count_step(
 ) -> StepCounts:  # fmt: skip
     """Return the counts of targets and padding of a step over all dp ranks; one collective, for which the host waits.
 
-    `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
-    are this rank's numbers of targets, one per loss term; `rows` is its number of rows, which may differ between dp
-    ranks. The counts are sent from the batch's device, since nccl needs them there.
+    `tensors` are the entries of the batch with a batch axis, `whole` the others. `counts` are this rank's numbers of
+    targets, one per loss term; `rows` is its number of rows, which may differ between dp ranks. The counts are sent
+    from the batch's device, since nccl needs them there.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
@@ -128,8 +128,8 @@ def _of_rows(
     """Return {kind of count: this rank's counts}, each a tensor [rows], or a single count.
 
     Kinds are "targets", "real" (tokens that are no padding), "hidden" (1 if a mask hides a token), "packed" (1 if a row
-    holds several sequences) and "ignored" (1 if all labels at padding are -100). `tensors` are split by rows, `masks`
-    are those of padding, `whole` are the other entries of the batch.
+    holds several sequences) and "ignored" (1 if all labels at padding are -100). `tensors` are the entries of the batch
+    with a batch axis, `masks` the padding masks among them, `whole` the other entries.
     """
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:

@@ -74,8 +74,8 @@ class Step:
 
     Args:
         model: a scheduled model.
-        tensors: entries of the batch that are split by rows, and the global indices of these rows.
-        whole: entries that all rows share.
+        tensors: entries with a batch axis, which micro-batches split by rows, and the global indices of the rows.
+        whole: the other entries, which every micro-batch gets.
         count: number of micro-batches.
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
@@ -178,7 +178,7 @@ def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 def check(
     model: Any, batch: Mapping[str, Any], options: StepOptions
 ) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
-    """Return (entries split by rows, shared entries, number of rows and of micro-batches); SlapoError on bad input.
+    """Return (entries with a batch axis, other entries, number of rows, of micro-batches); SlapoError on bad input.
 
     `options` are the step's other arguments, such as the number of micro-batches.
     """
@@ -212,8 +212,8 @@ def split(
     Args:
         model: a scheduled model.
         options: arguments of `Scheduled.train_step` other than the batch.
-        tensors: entries of the batch that are split by rows.
-        whole: entries that all rows share.
+        tensors: entries of the batch with a batch axis, which micro-batches split by rows.
+        whole: the other entries, which every micro-batch gets.
         rows: number of this dp rank's rows.
         count: number of micro-batches.
     """
@@ -248,10 +248,10 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (numbers of targets that the caller gave or None, numbers of this rank, to be summed over dp), by loss term.
+    """Return two lists with a number of targets per loss term: the caller's, or None; this rank's, to be summed over dp.
 
-    A target is a label that counts in the mean loss. Micro-batches split the batch entries `tensors` by rows, and get
-    those of `whole` unsplit; `parts` is the number of micro-batches over all dp ranks.
+    A target is a label that counts in the mean loss. `tensors` are the entries of the batch with a batch axis, `whole`
+    the others; `parts` is the number of micro-batches over all dp ranks. The second list is [] where no sum is needed.
     """
     targets = options.targets
     if options.loss_fn is None:
@@ -339,7 +339,7 @@ def _accumulate(
     """Run `count` micro-batches one after the other, without a pipeline; return the sum of their losses.
 
     `run` maps (batch, row indices) of a micro-batch to its loss; `engine` runs each backward and reduces the gradients
-    over dp. The entries `tensors` of the batch are split by rows, all micro-batches share `others`.
+    over dp. Micro-batches split the entries `tensors` of the batch by rows, and each gets all of `others`.
     """
     total: Any = 0.0
     for i in range(count):
