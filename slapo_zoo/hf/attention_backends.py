@@ -44,7 +44,7 @@ def _of_transformers(name: str) -> Callable[..., Any]:
 
 
 def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
-    """Call `eager_attention_forward` of the file that defines the attention's class, since families have different ones."""
+    """Call `eager_attention_forward` of the file that defines the attention's class, as each model family has its own."""
     family = sys.modules[type(attention).__mro__[_class_index(attention)].__module__]
     return family.eager_attention_forward(attention, *tensors, **kwargs)
 

@@ -176,7 +176,7 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Return random labels of a `kind` (a constant of `losses.heads`: one per row, or per token, where -100 is ignored)."""
+    """Return random labels, one per row or per token, as `kind` says, a constant of `losses.heads`; some tokens have -100."""
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < LABELLED
         return ids.masked_fill(~(some & mask.bool()), -100)

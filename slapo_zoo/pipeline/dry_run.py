@@ -218,7 +218,7 @@ def program_of(
         schedule: the model and the changes to its modules, on any rank.
         cls: class of the model.
         units: paths of the modules whose calls are recorded.
-        leave_out: names of the kinds of change that a dry run leaves out.
+        leave_out: names of the kinds of change, e.g. "checkpoint", that a dry run leaves out.
     """
     steps = [step for step in schedule.history if step[1].name not in leave_out]
     if any(directive.local() for _, directive in steps):

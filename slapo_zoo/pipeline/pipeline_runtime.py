@@ -159,7 +159,7 @@ def fake_schedule(
     Args:
         schedule: the model, its mesh and the recorded changes to its modules, on any rank.
         cls: class of the model.
-        leave_out: names of the kinds of change that are left out, because they change no shape.
+        leave_out: names of the kinds of change, e.g. "checkpoint", that are left out, because they change no shape.
         stream: random stream for the fake model; None makes a new one.
     """
     model, mesh = schedule.model, schedule.mesh
@@ -188,7 +188,7 @@ class StageModule(nn.Module):
 
     Args:
         pipeline: pipeline of this rank.
-        plan: plan of the stage for the shapes of a micro-batch.
+        plan: which blocks, embeddings and heads the stage calls, and what it receives, for a micro-batch's shapes.
         run: (batch, global indices of its rows) --> loss, through the model's own forward.
         others: arguments that are not split into micro-batches.
         device: device of the received tensors.

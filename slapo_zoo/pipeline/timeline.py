@@ -17,7 +17,7 @@ NAMES = {
 
 
 class Action(NamedTuple):
-    """Forward or backward of one micro-batch in one stage, written as `2F0` (stage, kind, micro-batch)."""
+    """Forward or backward of one micro-batch in one stage, written as `2F0` (stage 2, forward, micro-batch 0)."""
 
     stage: int
     kind: str

@@ -116,7 +116,7 @@ def test_bit_exact_mode_training_on_several_ranks_is_bit_equal_to_one_rank(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("case", "options", "virtual"), RUNS)
-def test_ten_bit_exact_mode_training_steps_are_bit_equal_on_all_meshes(
+def test_ten_training_steps_in_bit_exact_mode_are_bit_equal_on_all_meshes(
     case, options, virtual, root, ranks
 ):
     folder = checkpoint(case, root)
@@ -163,9 +163,7 @@ def load_again(folder):
     return losses
 
 
-def test_closed_bit_exact_model_is_loaded_again_by_the_same_processes_on_any_virtual_mesh(
-    root, ranks
-):
+def test_bit_exact_model_is_loaded_again_after_close_by_the_same_processes(root, ranks):
     first, other = ranks.run(load_again, 2, checkpoint(GPT2, root), timeout=60.0)
     assert first == other
     assert first[0] == first[1] == pytest.approx(first[2], rel=1e-5)
@@ -211,9 +209,7 @@ def loop_with_a_head(folder, cls):
     return found, head.weight.tolist(), seen, steps, len(optimizer.state)
 
 
-def test_adamw_step_of_ranks_as_threads_in_bit_exact_mode_equals_that_of_a_user_subclass(
-    root, ranks
-):
+def test_torch_adamw_and_a_user_subclass_of_it_train_equally_in_bit_exact_mode(root, ranks):
     folder = checkpoint(GPT2, root)
     ((found, *rest),) = ranks.run(loop_with_a_head, 1, folder, torch.optim.AdamW)
     ((plain, *same),) = ranks.run(loop_with_a_head, 1, folder, OwnAdamW)
@@ -345,7 +341,7 @@ def test_bit_exact_mode_raises_for_unsupported_sizes_options_batches_and_optimiz
     assert ranks.run(torch.are_deterministic_algorithms_enabled, 1) == [False]
 
 
-def test_bit_exact_mode_refuses_a_mesh_that_does_not_divide_its_virtual_mesh(root, ranks):
+def test_bit_exact_mode_for_tp_3_refuses_to_run_on_tp_2(root, ranks):
     with pytest.raises(
         (MeshError, RankError), match="virtual tp=3 is not a multiple of the real tp=2"
     ):

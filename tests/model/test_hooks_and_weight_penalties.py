@@ -206,8 +206,6 @@ MIXED = {
 @pytest.mark.parametrize(
     ("name", "layout"), [("mean", "tp2"), ("norm", "dp2-shard"), ("root", "tp2")]
 )
-def test_weight_penalty_that_mixes_elements_of_the_unsharded_weight_is_refused(
-    name, layout, tmp_path
-):
+def test_weight_penalty_by_a_mean_or_norm_of_a_sharded_weight_is_refused(name, layout, tmp_path):
     with pytest.raises(MeshError, match="needs the unsharded weight"):
         compare("gpt2", layout, False, tmp_path, term=MIXED[name])

@@ -235,7 +235,7 @@ def _losses_of_cpu_batch(layout):
     return found
 
 
-def test_train_step_moves_a_cpu_batch_to_the_model_and_a_call_names_the_tensor(device_ranks):
+def test_train_step_moves_a_cpu_batch_to_the_model_device_and_a_forward_refuses_it(device_ranks):
     for on_device, on_cpu in device_ranks.run(_losses_of_cpu_batch, 2, (1, 1, 2)):
         assert on_cpu == on_device
 

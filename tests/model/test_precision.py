@@ -103,8 +103,8 @@ def of_logits(output, batch):
 
 
 @pytest.mark.parametrize("case", [GPT2, BERT, T5], ids=ids)
-def test_lazy_logits_use_the_bf16_weights_of_their_forward_after_the_weights_changed(case, root):
-    """Lazy logits use the cast weights of their forward, also after the weights have changed."""
+def test_logits_computed_after_a_weight_change_use_the_bf16_weights_of_their_forward(case, root):
+    """Logits that are computed on demand use the cast weights of their forward, also after the weights have changed."""
     folder, batch = checkpoint(case, root), batch_of(case)
     grads = {}
     for precision, by_hand in (("fp32", False), ("bf16", False), ("bf16", True)):

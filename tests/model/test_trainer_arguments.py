@@ -69,7 +69,7 @@ OVER_RANKS = [  # (argument, sizes of the mesh, sequence_parallel, words of the 
 
 
 @pytest.mark.parametrize(("argument", "sizes", "sequence_parallel", "words"), OVER_RANKS)
-def test_scheduled_trainer_refuses_arguments_that_take_a_process_for_a_dp_rank(
+def test_scheduled_trainer_refuses_arguments_that_assume_one_dp_rank_per_process(
     argument, sizes, sequence_parallel, words
 ):
     schedule = SimpleNamespace(state=SimpleNamespace(sequence_parallel=sequence_parallel))

@@ -18,7 +18,9 @@ KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1))
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mesh"), KINDS, ids=[cls for cls, _ in KINDS])
-def test_schedule_derived_by_schedule_auto_passes_verification_on_a_pipeline(cls, mesh, tmp_path):
+def test_model_sharded_by_schedule_auto_over_a_pipeline_equals_plain_transformers(
+    cls, mesh, tmp_path
+):
     known = getattr(transformers, cls)
     config = default_config(known.config_class.model_type, known)
     case = tiny_case(config, known, tmp_path, Sizes())
@@ -56,7 +58,7 @@ def step_of_two_towers(pp, micro_batches):
     )
 
 
-def test_outputs_of_a_tower_on_an_earlier_stage_reach_the_loss():
+def test_clip_image_outputs_on_an_earlier_pipeline_stage_reach_the_loss():
     found = emulate(step_of_two_towers, 2, 2, mesh=(1, 2, 1))[0]
     *losses, grads = step_of_two_towers(1, 1)
     assert found[:2] == pytest.approx(losses, rel=1e-5)

@@ -31,7 +31,7 @@ def loss(tokens=8, tp=1, **options):
     return float(model.train_step({"input_ids": ids, "labels": ids}, micro_batches=2))
 
 
-def test_emulated_ranks_and_later_equal_models_share_one_dry_run(runs):
+def test_ranks_run_as_threads_and_later_equal_models_share_one_dry_run(runs):
     first = emulate(loss, mesh=(1, 2, 1))
     assert len(runs) == 1
     assert emulate(loss, mesh=(1, 2, 1)) == first
@@ -93,6 +93,6 @@ def test_dry_run_is_repeated_if_shapes_code_or_config_of_two_models_differ(
     assert len(runs) == 2
 
 
-def test_dry_run_is_repeated_if_a_schedule_directive_holds_a_python_module(runs):
+def test_dry_run_is_repeated_if_the_user_schedule_inserts_a_python_module(runs):
     emulate(loss, schedule=extend(relu), mesh=(1, 2, 1))
     assert len(runs) == 2

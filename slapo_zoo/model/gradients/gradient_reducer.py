@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Hook parameter `p`, unless it is hooked, to reduce its gradient as the plan says for `name`; return `p`."""
+        """Hook `p`, unless it is hooked, to sum its gradient over the ranks planned for parameter `name`; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
