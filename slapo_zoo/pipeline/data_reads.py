@@ -45,7 +45,7 @@ class DataReads:
         self.operations: list[Operation] = []
 
     def __bool__(self) -> bool:
-        """Return whether the forward read any data."""
+        """Return whether the recorded forward read a value from the data of its inputs."""
         return any(each.facts is not None for each in self.operations)
 
     def needed(self) -> "DataReads":

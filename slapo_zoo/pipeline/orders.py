@@ -91,7 +91,7 @@ class StageMap:
         return self.pp - 1 - place if self.order.v_shape and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages on the rank with pp coordinate `rank`, in ascending order."""
+        """Return the indices of the stages that the rank with pp coordinate `rank` holds, in ascending order."""
         back = self.pp - 1 - rank if self.order.v_shape else rank
         return [turn * self.pp + (back if turn % 2 else rank) for turn in range(self.per_rank)]
 

@@ -56,9 +56,7 @@ class Pipeline:
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
         self._plans: dict[Any, tuple[dict[int, StagePlan], DataReads]] = {}
-        self.depends_on_data = (
-            False  # the forward branches on data: a plan may not hold for the next batch
-        )
+        self.depends_on_data = False  # if the forward branches on data, plans may not hold later
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.has_met = False  # a step has run: its ranks are connected

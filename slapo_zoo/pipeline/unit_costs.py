@@ -209,7 +209,7 @@ def skip_repeated(
 
 
 def restore_forward(module: nn.Module, forward: Any) -> None:
-    """Undo a replaced forward; `forward` is the one that the module itself held before, or None."""
+    """Restore a module's replaced forward; `forward` is its own attribute `forward` from before, None if it had none."""
     del module.forward
     if forward is not None:
         module.forward = forward
@@ -253,7 +253,7 @@ def _once_more(
 
 
 def _alike(x: Any) -> Any:
-    """Return `x`, or for a tensor a new uninitialised tensor like `x`, which code may change in place in any case."""
+    """Return `x`, or for a tensor an uninitialised one of its shape, dtype and requires_grad, which code may write into."""
     if not isinstance(x, Tensor):
         return x
     found = torch.empty_like(x)

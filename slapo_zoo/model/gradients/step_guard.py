@@ -61,9 +61,7 @@ class StepGuard:
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.interval, self.steps, self.looks = mesh, ALWAYS, 0, 0
-        self.backwards: Counter[str] = (
-            Counter()
-        )  # dim of the mesh --> backwards that compare weights
+        self.backwards: Counter[str] = Counter()  # mesh dim --> backwards that compare weights
         self.device = torch.device("cpu")
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
         self.marks: dict[str, Tensor] = {}  # of gradients that are replicated over tp

@@ -110,7 +110,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[Tensor], mesh: Mesh) -> None:
-        """Divide the gradients of `parameters` by the loss scale; after an overflow on any rank all ranks drop them."""
+        """Divide gradients of `parameters` by the loss scale; on overflow on any rank, set all to None and halve the scale."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]

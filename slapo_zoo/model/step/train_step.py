@@ -167,9 +167,8 @@ def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with its CPU tensors copied to the model's device, which the load may have chosen."""
     if not isinstance(batch, Mapping):
         problem = f"found a {type(batch).__name__}, expected a dictionary of tensors by name"
-        raise SlapoError(
-            "train_step", "batch", problem, "pass what the tokenizer or collator returns"
-        )
+        hint = "pass what the tokenizer or collator returns"
+        raise SlapoError("train_step", "batch", problem, hint)
     device = next(model.parameters()).device
     there = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
     return {**batch, **{k: v.to(device) for k, v in there.items()}}
