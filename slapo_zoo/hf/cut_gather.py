@@ -28,7 +28,7 @@ def attend(
 
     q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
     `attention` is transformers' module, `options` are its further arguments. `run(q, k, v, mask, options)` computes
-    attention on one rank, with the rate `run.dropout`.
+    attention on one rank, with the dropout rate `run.dropout`.
     """
     own, causal = k.shape[2], options.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal

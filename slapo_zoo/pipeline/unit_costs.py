@@ -170,8 +170,8 @@ def _costs_of(
 
 
 def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
-    """Replace the forward of a model's experts by a copy of its input, which `tape`, the recorder of a forward's
-    operators, notes with the cost of the experts.
+    """Replace the forward of a model's experts by a copy of its input; `tape`, the recorder of a forward's operators,
+    records the copy with the cost of the experts.
 
     The expert that a token goes to depends on data; the cost does not.
     """
