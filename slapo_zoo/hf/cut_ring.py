@@ -135,9 +135,7 @@ class _Ring(torch.autograd.Function):
         keep = scores.keep and scores.keep()
         out = wide(q).new_zeros((*q.shape[:3], v.shape[-1]))
         total, lowest = out.new_zeros((*q.shape[:3], 1)), torch.finfo(out.dtype).min
-        top = torch.full_like(
-            total, lowest
-        )  # the largest score so far, and the sum of exp(score - top)
+        top = torch.full_like(total, lowest)  # largest score so far; `total` sums exp(score - top)
         for owner, kv, is_seen in scores.parts(torch.cat([k, v], -1)):
             k_o, v_o = kv.split([k.shape[-1], v.shape[-1]], -1)
             for rows in scores.chunks(q) if is_seen else ():
@@ -154,9 +152,7 @@ class _Ring(torch.autograd.Function):
         total.masked_fill_(total == 0, 1.0)  # of queries that see no key
         out = out.div_(total).div_(scores.divisor).to(q.dtype)
         ctx.scores = scores
-        ctx.save_for_backward(
-            q, k, v, bias, out, top, total
-        )  # log(exp(top) * total) would lose `total`
+        ctx.save_for_backward(q, k, v, bias, out, top, total)  # a log-sum-exp would lose `total`
         return out
 
     @staticmethod
