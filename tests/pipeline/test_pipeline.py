@@ -76,7 +76,7 @@ def test_stage_map_lists_the_pipeline_stages_of_each_rank_for_each_order():
         (lambda: StageMap.make("2f2b", 2, None), "no such order"),
         (lambda: StageMap.make("1f1b", 2, 2), "found 2, the order '1f1b' takes 1"),
         (lambda: StageMap.make("dualpipev", 2, None).check_micro_batches(3), "needs at least 4"),
-        (lambda: StageMap.make("interleaved_1f1b", 4, None).check_micro_batches(9), "a multiple of 4"),
+        (lambda: StageMap.make("interleaved_1f1b", 4, None).check_micro_batches(9), "in 2 equal rounds"),
         (lambda: balanced_cuts([1, 1], [0, 1], 4), "only 2 blocks after which a stage may end"),
     ],
 )  # fmt: skip
