@@ -46,17 +46,16 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         if not any(kind == each for each in runs):
             raise refusal(where, f"{name}={value!r:.60}", mesh, hint)
     if options.cp_attention == "ring" and options.attention == "eager":
-        problem = (
-            'not supported together with cp_attention="ring", which computes the scores itself'
-        )
+        problem = 'not supported with cp_attention="ring", which computes the scores itself'
         hint = 'leave attention= out, or use cp_attention="gather"'
         raise MeshError(where, 'attention="eager"', problem, hint)
     return options.but(kernels="reference")
 
 
 def refusal(where: str, what: str, mesh: Mesh, hint: str = BESIDE["schedule"][1]) -> MeshError:
-    """Return a MeshError: `what`, e.g. "target=..." as text, does not run with the mesh's cp; `hint` says what to use."""
-    return MeshError(where, what, f"not supported together with cp={mesh.cp}", f"{hint}, or cp=1")
+    """Return a MeshError which says that the option `what` (as text) does not run with cp > 1; `hint`: what to use."""
+    problem = f"not supported together with cp={mesh.cp}"
+    return MeshError(where, what, problem, f"{hint}; or use cp=1")
 
 
 def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
@@ -80,8 +79,8 @@ def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
 def require_core_attention(sch: Schedule, table: Table) -> None:
     """Raise CardError if a schedule for cp > 1 lacks the directive `core_attention` at an attention of the model.
 
-    `table`, the sharding rules of the model family, lists the attention modules. Without the directive each would see
-    the tokens of its own rank alone.
+    The directive lets attention see the tokens of all cp ranks, and without it only this rank's own. `table`, the
+    sharding rules of the model family, lists the attention modules.
     """
     seams = [
         p for p, rule in table.rows(sch.model) if any(d.name == "core_attention" for d in rule)
@@ -105,7 +104,5 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
         problem = "the class is not known to train right with tokens sharded over cp"
         raise ArchitectureError(name, what, problem, f"use cp=1; cp runs for {', '.join(known)}")
     if getattr(config, "token_dropout", False):
-        problem = (
-            "the config's token_dropout=True needs all tokens of a row, and a cp rank has some"
-        )
+        problem = "the config's token_dropout=True needs all tokens of a row on one rank"
         raise ArchitectureError(name, what, problem, "pass token_dropout=False, or use cp=1")

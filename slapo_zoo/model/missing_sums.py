@@ -25,10 +25,10 @@ class ScheduleWarning(UserWarning):
 
 
 def missing_sums(sch: Schedule) -> list[str]:
-    """Return texts on missing all-reduces over tp in a schedule, on biases that are summed and on norms of shards.
+    """Return texts that name modules of a schedule with wrong sums over tp: [] if none is found.
 
-    A `sync` directive (a collective) counts at the sharded module or at any module that contains the module. Replaced
-    modules are skipped, because their code may all-reduce by itself.
+    Problems are missing all-reduces, biases that an all-reduce sums tp times, and norms of sharded features. A `sync`
+    directive (a collective) counts at or around the sharded module. Replaced modules are skipped: they may all-reduce.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 
@@ -39,7 +39,7 @@ def _line(bad: list[str], problem: str) -> str:
 
 
 def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
-    """Yield (paths of modules, text of what is missing or added up too often there) for each kind of problem."""
+    """Yield (paths of modules, text of the problem) for each kind of problem found, e.g. a missing all-reduce."""
     if sch.mesh.tp == 1:
         return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
@@ -54,7 +54,7 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
     after, before, placed = synced["fwd_post"], synced["bwd_post"], sch.state.placed
     for path, m in sch.state.modules.items():
         kind, around = output_of(Site(path, m, sch.state)), {*_around(path)}
-        is_row, is_column = kind == "partial", kind == "divided" and not _divides_input(m)
+        is_row, is_column = kind == "partial", kind == "divided" and not _needs_no_sum(m)
         has_bias = m._parameters.get("bias") is not None and path not in after
         is_norm = isinstance(m, nn.LayerNorm | nn.RMSNorm) and path not in replaced
         found[FORWARD] += [path] * (is_row and not around & (after | replaced))
@@ -64,8 +64,8 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
     yield from ((bad, problem) for problem, bad in found.items() if bad)
 
 
-def _divides_input(module: Any) -> bool:
-    """Return whether a module with sharded outputs takes ids, or a sharded input (a convolution of groups)."""
+def _needs_no_sum(module: Any) -> bool:
+    """Return whether the input gets no partial gradient: ids of an embedding, own channels of a grouped convolution."""
     return hasattr(module, "num_embeddings") or getattr(module, "groups", 1) > 1
 
 
@@ -103,5 +103,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the paths of the parents of modules whose input has a `sync`: siblings (query, key) read the same input."""
+    """Return the paths of the parents of the modules at `paths`: a `sync` of one module's input serves its siblings."""
     return {path.rpartition(".")[0] for path in paths}

@@ -278,12 +278,14 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
     def push_schedule_to_hub(
         self, repo_id: str | Path, base_model: str | None = None, any_size: bool = False, **kwargs: Any
     ) -> str:  # fmt: skip
-        """Publish the schedule (how modules are sharded) as JSON and README; return the `schedule=` of a load. All ranks call it.
+        """Publish the schedule (how modules are sharded), as JSON and README; return the value of `schedule=` for loads.
+
+        A collective call of all ranks.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.
             base_model: id of the checkpoint that the schedule is for; None takes the id in the config.
-            any_size: let the card serve every model of the class with the same number of blocks.
+            any_size: let the published schedule serve every model of the class with the same number of blocks.
             kwargs: of the upload: token, private, tag, message, parent; a folder takes none.
         """
         from slapo_zoo.zoo.cards.publish import card_of, publish

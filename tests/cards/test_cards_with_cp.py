@@ -133,7 +133,7 @@ REFUSED = {
     "stages": ({"mesh": Mesh(pp=2)}, {}, "card | constraint 'stages == 2' | the constraint does not hold: found stages = 1"),
     "cp of the author": ({"changes": {"constraints": ("stages == 1", "cp == 1")}}, {}, "card | constraint 'cp == 1' | the constraint does not hold: found cp = 2"),
     "no seam": ({"changes": {"keep": lambda step: step[1] != "core_attention"}}, {}, "card | transformer.h.0.attn | the card has no core_attention for this module: with cp=2"),
-    "python": ({}, {"trust_remote_code": True}, "not supported together with cp=2 | use schedule=\"zoo\", \"auto\" or a card, or cp=1"),
+    "python": ({}, {"trust_remote_code": True}, "not supported together with cp=2 | use schedule=\"zoo\", \"auto\" or a card; or use cp=1"),
 }  # fmt: skip
 
 

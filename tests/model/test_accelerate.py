@@ -76,7 +76,9 @@ def of_two(folder):
     return left, words
 
 
-def test_accelerate_with_several_models_clips_each_and_gathers_each_word_once(tmp_path, ranks):
+def test_accelerate_clips_each_of_several_models_by_its_own_norm_and_gathers_each_row_once(
+    tmp_path, ranks
+):
     for left, words in ranks.run(of_two, 2, checkpoint(CASES["gpt2"], tmp_path)):
         assert left == pytest.approx([0.01, 0.02, 0.03], rel=1e-3)
         assert words == [["row 0", "row 1"], ["row 2"]]
@@ -88,7 +90,7 @@ WORDS = (
 )  # fmt: skip
 
 
-def test_accelerate_with_prepare_has_the_rates_norms_and_files_of_one_process_or_an_error(
+def test_accelerate_loop_has_the_results_of_one_process_and_refuses_unsupported_calls(
     tmp_path, ranks
 ):
     folder, out = checkpoint(CASES["gpt2"], tmp_path), tmp_path / "out"

@@ -269,7 +269,7 @@ def other_ways(case, folder, adapter):
     return texts
 
 
-def test_wrong_adapter_calls_and_files_raise_with_the_cause_or_the_call_to_use(
+def test_errors_of_wrong_adapter_calls_and_files_name_the_cause_or_the_call_to_use(
     ranks, root, tmp_path
 ):
     case = CASES["GPT2LMHeadModel"]
@@ -366,7 +366,7 @@ def stages(case, folder, layout, targets, options):
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], "all-linear"], ids=str)
-def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers_and_saves_the_names_of_all(
+def test_pipeline_stages_hold_adapters_of_their_own_layers_and_the_config_names_those_of_all_stages(
     root, targets
 ):
     case = CASES["LlamaForCausalLM"]
@@ -391,7 +391,7 @@ def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers_and_saves_the
      ("GPT2LMHeadModel", ["lm_head"], {}, r"no module with these names on stages \[0\] of pp=2"),
      ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that several pipeline stages share")],
 )  # fmt: skip
-def test_adapter_whose_target_modules_all_lie_on_other_pipeline_stages_is_refused(
+def test_adapter_target_modules_that_a_pipeline_stage_lacks_or_cannot_shard_are_refused(
     root, name, targets, options, problem
 ):
     case = CASES[name]

@@ -59,7 +59,9 @@ def evaluated(kind, training, layout):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_forward_without_backward_compares_the_batches_of_ranks_that_share_a_copy(layout, training):
+def test_forward_without_backward_refuses_different_batches_on_tp_or_pp_ranks_of_a_dp_replica(
+    layout, training
+):
     """Each cp rank computes all tokens then, so that it may have rows of its own."""
     refused = "cp" not in layout
     for said in emulate(evaluated, "by rank", training, layout, mesh=(2, 1, 1)):

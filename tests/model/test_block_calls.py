@@ -55,7 +55,7 @@ def called_alone(folder, stage, path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("path", "words"), ALONE)
-def test_call_of_a_single_submodule_that_zero_does_not_support_is_refused(
+def test_direct_call_of_attention_or_embeddings_alone_under_zero_is_refused(
     path, words, stage, folder, ranks
 ):
     for said in ranks.run(called_alone, 2, folder, stage, path):

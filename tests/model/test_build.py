@@ -93,14 +93,14 @@ def parameters_on_meta():
         return [p.is_meta for p in Slow().parameters()]
 
 
-def test_ranks_that_are_threads_build_models_on_meta_and_leave_modules_as_they_were():
+def test_threads_that_build_models_on_meta_at_the_same_time_restore_nn_module_afterwards():
     register = nn.Module.register_parameter
     assert slapo_zoo.emulate(parameters_on_meta, mesh=(3, 1, 1)) == [[True, True]] * 3
     assert nn.Module.register_parameter is register
 
 
 @pytest.mark.parametrize("mesh", [2, (2, 1, 1)])
-def test_schedule_of_something_else_than_a_module_and_a_mesh_is_refused(mesh):
+def test_create_schedule_refuses_a_root_that_is_no_module_and_a_mesh_that_is_no_mesh(mesh):
     for model, where in ((Net(), mesh), (mesh, None)):
         with pytest.raises(ScheduleError, match=r"pass an nn\.Module, and"):
             slapo_zoo.create_schedule(model, mesh=where)

@@ -334,7 +334,7 @@ USES = {
     "mask": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None, None].bool()}), "attention_mask | found [4, 1, 1, 12], expected [rows, 1 or heads, 12, 12]"),
     "short mask": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, :9]}), "attention_mask | found [4, 9], expected 12 numbers per row"),
     "three axes": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None]}), "attention_mask | found 3 axes"),
-    "engine": (lambda model: init_target_engine(model, "torch", data_parallel="ddp"), "init_target_engine | ddp | not supported together with cp=2"),
+    "engine": (lambda model: init_target_engine(model, "torch", data_parallel="ddp"), "init_target_engine | data_parallel='ddp' | not supported together with cp=2"),
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),
     "loss_function": (_own_loss_function, "model.loss_function | a loss function of your own would get labels that are already shifted and sharded over cp"),
     "replaced": (_replaced_core, "h.1.attn.core_attn | this attention was replaced"),

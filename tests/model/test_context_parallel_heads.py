@@ -210,7 +210,7 @@ def test_pooling_head_with_cp_refuses_encoder_outputs_passed_in_the_batch():
         assert "cp=1" in found
 
 
-def test_packed_position_ids_under_a_pooling_head_with_cp_give_the_loss_of_one_rank_or_raise():
+def test_position_ids_with_cp_and_a_pooling_head_work_for_one_document_and_raise_for_packed_ones():
     """A mask that hides the padding makes transformers ignore the positions that separate documents."""
 
     def loss_of(size, **layout):

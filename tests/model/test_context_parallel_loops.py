@@ -91,7 +91,7 @@ def ways():
 
 
 @pytest.mark.parametrize(("cls", "name"), list(ways()))
-def test_hand_written_loops_with_cp_see_all_tokens_and_have_the_losses_of_one_process(cls, name):
+def test_hand_written_loops_with_cp_have_the_losses_and_outputs_of_one_process(cls, name):
     """Losses, gradients, norm and weights after three steps, with dropout; outputs are whole on every rank."""
     way, mask, sizes, options = WAYS[name]
     case, mesh = case_of(cls), (sizes.get("tp", 1), sizes.get("pp", 1), 2)

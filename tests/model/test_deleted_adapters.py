@@ -108,7 +108,7 @@ def test_train_step_without_the_loss_term_of_adalora_is_refused(tmp_path_factory
     ("name", "targets"),
     [("LlamaForCausalLM", ["embed_tokens", "q_proj"]), ("MixtralForCausalLM", "all-linear")],
 )
-def test_adapters_of_embeddings_and_experts_on_one_process_have_gradients_and_files(
+def test_adapters_of_embeddings_and_experts_on_one_process_get_gradients_and_load_into_plain_peft(
     tmp_path_factory, tmp_path, name, targets
 ):
     case = Case(name, ("tokens",))

@@ -63,7 +63,7 @@ def perturbed(norm_of):
     return float(norm)
 
 
-def test_weights_of_tp_ranks_that_were_moved_by_norms_of_shards_raise_at_the_next_backward():
+def test_weights_updated_with_a_gradient_norm_of_one_tp_shard_raise_at_the_next_backward():
     of_all = partial(emulate, perturbed, mesh=(2, 1, 1))
     assert len(set(of_all(lambda model: model.clip_grad_norm_(float("inf"))))) == 1
     with pytest.raises(MeshError, match="tp ranks have different values"):
@@ -160,7 +160,7 @@ def with_a_backward_in_it():
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_backward_called_inside_a_user_loss_keeps_accumulated_gradients():
+def test_nested_backward_in_a_custom_autograd_function_leaves_gradients_averaged_over_dp():
     one, other = emulate(with_a_backward_in_it, mesh=(1, 1, 2))
     for name, grad in one.items():
         torch.testing.assert_close(grad, other[name], msg=name)

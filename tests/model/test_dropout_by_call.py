@@ -210,7 +210,7 @@ def test_forward_in_a_hand_written_loop_draws_the_dropout_masks_of_train_step(ro
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_after_a_resume_drop_what_those_of_an_uninterrupted_run_drop(root, tmp_path, call):
+def test_dropout_masks_after_a_resume_equal_those_of_an_uninterrupted_run(root, tmp_path, call):
     folder = checkpoint(BERT, root)
     first, second = trained(folder, {}), trained(folder, {})
     for _ in range(2):

@@ -60,7 +60,7 @@ class Adapts:
             adapters.add_adapter(self, config, name, inject, folder)
 
     def disable_adapters(self) -> None:
-        """Let the model compute without adapters, and subtract merged ones now: its forward reads copies of the weights."""
+        """Let the model compute without its adapters; adapters that are merged into the weights are subtracted now."""
         model: Any = self
         for layer in model.modules():
             if getattr(layer, "merged", False):
@@ -68,7 +68,7 @@ class Adapts:
         super().disable_adapters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
-        """Delete adapters by name; without any, `save_pretrained` and `save_checkpoint` write the model again."""
+        """Delete adapters by name; when none is left, `save_pretrained` and `save_checkpoint` write the model again."""
         super().delete_adapter(adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
         for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
             self._slapo.adapters.pop(name, None)
@@ -105,7 +105,7 @@ class Adapts:
         active = [name] if name else model.active_adapters()
         if len(active) > 1:
             problem = f"found the active adapters {', '.join(active)}, expected one to save"
-            hint = "name one, or call set_adapter(name)"
+            hint = f"pass adapter_name={active[0]!r}, or first call model.set_adapter with one name"
             raise SlapoError("adapter", "adapter_name", problem, hint)
         return active[0]
 

@@ -156,7 +156,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which placeholders of the shape before ZeRO replace parameters that ZeRO shards, as peft reads shapes."""
+    """Context in which a placeholder of the shape before ZeRO replaces each ZeRO shard, because peft reads shapes."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -278,8 +278,8 @@ def _rule(
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
     """Return (directives for LoRA's matrix A, directives for B) that shard both to fit the weight of the layer at `path`.
 
-    `placed` says how tp shards the weight (None: not sharded), `input_axis` is the weight's axis of input features, and
-    `syncs` are the collectives of the layer. Raises SlapoError for a sharding that adapters do not support.
+    `state` is that of the model's schedule, `placed` says how tp shards the weight (None: not sharded), `input_axis` is
+    the weight's axis of input features, `syncs` are the layer's collectives. SlapoError for an unsupported sharding.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -292,7 +292,7 @@ def _rule(
         problem = "the module's weight is sharded over a padded vocabulary, where adapters are not supported"
         raise _refusal(path, problem)
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
-        problem = f"the schedule uses {other[0]!r} at this module, expected 'all_reduce'"
+        problem = f"the schedule has sync(..., {other[0]!r}) at this module, expected 'all_reduce'"
         raise _refusal(path, problem)
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
@@ -314,7 +314,7 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if tp shards the inputs of LoRA's `dropout` in unequal parts, as each rank draws an equal mask slice.
+    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unequally; masks are drawn in equal slices.
 
     `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
     """
@@ -381,7 +381,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _fit_layers(model: Any, name: str) -> None:
-    """Let dropouts of adapter `name` draw this rank's slices of one device's masks, and `merge` add this rank's rows."""
+    """Let dropouts of adapter `name` draw this rank's slice of an unsharded mask, and `merge` update its ZeRO rows."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):
@@ -396,5 +396,5 @@ def _fit_layers(model: Any, name: str) -> None:
 
 
 def _rows_of_delta(layer: Any, rows: Rows, name: str) -> Tensor:
-    """Return the `rows` of s B A that peft's `merge` adds to the weight, sharded by ZeRO, of a LoRA layer's base."""
+    """Return the `rows` that this dp rank holds under ZeRO of `layer`'s LoRA update, scale * B A, of adapter `name`."""
     return type(layer).get_delta_weight(layer, name).narrow(0, rows.first, rows.count)

@@ -157,7 +157,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Check that the model can be saved, collect the states of optimizers and random generators; return a save to write.
+    """Check that the model can be saved, collect states of optimizers and random generators; return them as a `_Save`.
 
     `mine` is {"step": ..., "data_position": ..., "extra": ...} as the user passed it on this rank.
     """
@@ -268,10 +268,10 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """Return ({name: Target, a tensor of this rank to read from a checkpoint, and its sharding}, {name: key in files}).
+    """Return ({name: Target, a tensor of `whole` to fill from a checkpoint, and its sharding}, {name: key in files}).
 
-    `whole` has the tensors to fill. A parameter in it is that of this tp and pp rank, or under ZeRO (`dp_shard=`) only
-    the rows of it that this dp rank holds.
+    `whole` has this tp and pp rank's parameters and buffers; under ZeRO (`dp_shard=`) it has only those rows of each
+    parameter that this dp rank holds.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)

@@ -62,7 +62,7 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of `loss` * `loss_scale`. That factor (dp) makes a sum of the average of gradients over dp."""
+        """Run the backward of `loss` * `loss_scale`, the number of averaging ranks, so that the averages are sums."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(
@@ -87,8 +87,8 @@ class DataParallel:
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
         """Run all micro-batches through the pipeline, average gradients over dp in the last backward; return the loss.
 
-        `step` are the arguments of `pipeline_step` after `pipeline`; losses, also the returned one, contain the factor
-        `loss_scale`.
+        `step` is (loss function of a micro-batch, entries to split by rows, other entries, number of micro-batches), as
+        in `pipeline_step`; the losses, also the returned one, contain the factor `loss_scale`.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():

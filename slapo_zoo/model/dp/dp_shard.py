@@ -213,7 +213,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
 
 
 def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
-    """Return {id of a parameter: path of its block, or "" outside of blocks}, without parameters shared by several."""
+    """Return {id of a parameter: path of its block, or "" outside of blocks}, without parameters of several blocks."""
     found: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         block = next((b for b in blocks if name.startswith(f"{b}.")), "")

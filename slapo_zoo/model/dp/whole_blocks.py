@@ -92,7 +92,7 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the block's gathered parameters, a list per group; start to gather those of the block before it."""
+        """Return the gathered parameters, a list per group, for the backward; start to gather the preceding block's."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 

@@ -229,13 +229,13 @@ class ScheduledTrainer(Trainer):
         finally:
             self._is_checkpoint = False
 
-    def _is_done(self, *_: Any, **__: Any) -> None:
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: `_save` writes, and `_load_optimizer_and_scheduler` reads, all of a checkpoint: weights, optimizer,
         scheduler and random states. The order of samples follows from seed and epoch.
         """
 
-    _save_optimizer_and_scheduler = _save_rng_state = _is_done
-    _load_from_checkpoint = _load_rng_state = _is_done
+    _save_optimizer_and_scheduler = _save_rng_state = _do_nothing
+    _load_from_checkpoint = _load_rng_state = _do_nothing
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -285,11 +285,12 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple
         *others: data loaders; they give the ranks of one dp replica the same batches, and other replicas others.
             Learning-rate schedulers too; they step once per optimizer step, on every mesh. Further models.
     """
-    _require_scheduled("prepare", model, "call prepare(accelerator, model, optimizer, loader)")
+    _require_scheduled("prepare", model, "pass it second: prepare(accelerator, model, ...)")
     if (kind := accelerator.mixed_precision) != "no":
         problem = "Accelerate casts in its own forward and backward alone, not in train_step"
-        hint = f"leave it out, and load the model with precision={kind!r}"
-        raise SlapoError("prepare", f"mixed_precision={kind!r}", problem, hint)
+        own, what = "bf16" if kind == "fp8" else kind, f"mixed_precision={kind!r}"
+        hint = f"make the Accelerator without it, and load the model with precision={own!r}"
+        raise SlapoError("prepare", what, problem, hint)
     for each in (model, *filter(is_scheduled, others)):
         each._is_accelerate_prepared = True
         if accelerator.gradient_accumulation_steps > 1:
@@ -305,8 +306,8 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple
 def _clip_grad_norm(
     accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
 ) -> Tensor:
-    """Clip the gradients of one scheduled model by their norm over all ranks, or those of another module as Accelerate
-    does; return the norm. SlapoError for another norm, or for some parameters of a model, or more than its own.
+    """Clip gradients of one scheduled model by their 2-norm over all ranks, or those of another module as Accelerate
+    does; return the norm. SlapoError unless `norm_type` is 2 and `parameters` are all that have gradients in the model.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     given = {id(p) for p in parameters}
@@ -315,10 +316,9 @@ def _clip_grad_norm(
         if not given & own.keys():
             continue
         if norm_type != 2 or given - own.keys() or any(not own[key] for key in own.keys() - given):
-            problem = (
-                "found another norm than 2, or not the parameters of one model with a gradient"
-            )
-            hint = "call it with model.parameters() for each model; model.clip_grad_norm_(1.0) is the same"
+            problem = "found not the parameters of one model, or not all that have a gradient"
+            problem = f"found norm_type={norm_type}, expected 2" if norm_type != 2 else problem
+            hint = "call it once per model with model.parameters(), or call model.clip_grad_norm_(max_norm)"
             raise SlapoError("Accelerator", "clip_grad_norm_", problem, hint)
         return model.clip_grad_norm_(max_norm)
     return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
@@ -326,7 +326,7 @@ def _clip_grad_norm(
 
 def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
     """Raise SlapoError for the method `name` of an Accelerator; the function `own` of slapo_zoo is to be used instead."""
-    problem = "Accelerate keeps the shards of rank 0 alone, of the model and of the optimizer"
+    problem = "Accelerate's files have only rank 0's shards of the model and of the optimizer"
     hint = f"call slapo_zoo.{own}(model, folder, optimizer, scheduler) on all ranks"
     raise SlapoError("Accelerator", name, problem, hint)
 

@@ -33,7 +33,7 @@ IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
 
 
 def add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
-    """Shard the adapter of TRL's `peft_config` by `model.add_adapter`; TRL would shard nothing.
+    """Add the adapter of TRL's `peft_config` by `model.add_adapter`, which shards it; TRL would not shard it.
     `kwargs` are the arguments of the Trainer class `cls`; `peft_config` is removed from them.
     """
     config = kwargs.pop("peft_config", None)
@@ -91,15 +91,15 @@ def _refuse_device(mesh: Any, device: Any) -> None:
 
 
 def _refuse_parts_of_rows(model: Any, args: Any) -> None:
-    """Raise SlapoError for the first of the TrainingArguments `args` that takes a process for one with rows of its own."""
+    """Raise SlapoError for the first option in `args` that is wrong if processes share rows, or read parts of rows."""
     mesh = model.mesh
     shares_rows = mesh.world_size > mesh.size("batch")
     if getattr(args, "precompute_ref_log_probs", None) and shares_rows:
-        problem = "TRL would compute them in its constructor, with other rows on each process"
+        problem = "TRL would compute them with other rows on each process, but ranks of a dp replica need the same rows"
         raise _refusal("precompute_ref_log_probs", problem, "leave it out: the reference then runs in each step")  # fmt: skip
     for name, known in OF_GROUPS.items() if shares_rows else ():
         if (value := getattr(args, name, None)) not in (None, *known):
-            problem = "TRL takes a statistic over the rows of all processes, and those of a dp rank have the same rows"
+            problem = "TRL takes a statistic over all processes, and would count a row once for each rank that reads it"
             raise _refusal(
                 f"{name}={value!r}", problem, f"pass {known[0]!r}, or load the model with dp alone"
             )
@@ -126,14 +126,14 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
 
 
 def _refuse_short_batch(model: Any, args: Any, data: Any) -> None:
-    """Raise SlapoError if an epoch of `data` ends with a short batch, which has other rows on another number of dp ranks.
+    """Raise SlapoError if an epoch of `data` ends with a short batch, whose rows depend on the number of dp ranks.
 
     `model` is loaded with `exact=`, `args` are TrainingArguments. Accelerate fills the batch up on several dp ranks only.
     """
     if args is not None and isinstance(data, Sized) and model.virtual.dp > 1:
         rows = args.per_device_train_batch_size * model.mesh.dp
         if len(data) % rows and not args.dataloader_drop_last:
-            problem = f"the last of {len(data)} rows fill no batch of {rows}, and differ between meshes then"
+            problem = f"{len(data)} rows leave a short last batch (batches have {rows}), whose rows depend on dp"
             raise _refusal("dataloader_drop_last", problem, "set dataloader_drop_last=True")
 
 
@@ -155,7 +155,7 @@ def _share_generations(mesh: Any, args: Any) -> None:
 
 
 def seed_samples(mesh: Any, args: Any) -> None:
-    """Set torch's seed for a sampling trainer of TRL by dp rank, as tp ranks sample the same tokens; TRL does so by process."""
+    """Set torch's seed for a sampling trainer of TRL by dp rank, not by process: tp ranks sample the same tokens."""
     if hasattr(args, "num_generations") and mesh.world_size > mesh.size("batch"):
         set_seed(args.seed + mesh.coord("batch"))
 

@@ -126,8 +126,8 @@ class AutoScheduledModel:
                 replaces that table. A card (a published schedule) is a folder, or "org/name@<sha>" of the Hub;
                 arguments that it recommends for this model and these devices hold unless they are passed. A Schedule,
                 its steps, or the .json file of its `to_json` is replayed. A function is called with the Schedule;
-                `extend(function)` applies "zoo" before it. "auto" is "zoo", or for a family without a table one derived
-                from its modules (and the TP plan of `transformers`), after a tiny model here equals the plain one.
+                `extend(function)` applies "zoo" before it. "auto" is "zoo", or for a family without a table one that is
+                derived from its modules (and the TP plan of `transformers`) and first proven on a tiny model.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
                 zbv or dualpipev.
             stages_per_rank: stages on each rank in an interleaved order, at least 2.

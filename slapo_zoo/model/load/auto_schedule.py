@@ -42,7 +42,7 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
     The rules are derived from the model's modules and proven: a tiny sharded model equals the unsharded one. The
     result is cached on disk; if the cache lacks it, rank 0 starts a process that derives and proves it. If no table
-    can be proven and tp = pp = 1, the returned table shards nothing and does not split batches.
+    can be proven and tp = pp = cp = 1, the returned table shards nothing and forbids micro-batches.
 
     Raises:
         SlapoError: no table can be proven; the module that prevents it is named.
@@ -98,9 +98,10 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return on all ranks the JSON data of proven sharding rules (a table), or {"error_of": arguments of a SlapoError}.
+    """Return on all ranks the JSON answer to `request`, or {"error_of": arguments of a SlapoError}.
 
-    Rank 0 reads them from the cache `file`, or starts a process that proves them for `request` (config, class, ...).
+    `request` (config, class, ...) asks for proven sharding rules, or for how cp shards the tokens. Rank 0 reads the
+    answer from the cache `file`, or starts a process that finds it.
     """
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
@@ -116,8 +117,8 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """Return the JSON data of the table of sharding rules that the ended `process` proved, and cache them in `file`. If
-    the process failed, return {"error_of": arguments of its SlapoError}; None while it runs.
+    """Return the JSON answer (e.g. sharding rules) of the ended `process`, and cache it in `file`; None while it runs.
+    If the process failed, return {"error_of": arguments of its SlapoError}.
     """
     ended = process.poll(TIMEOUT_S)
     if ended is None:
@@ -126,7 +127,7 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
         if "error_of" not in found:
             _write(file, found)
         return found
-    return {"error_of": ["schedule='auto'", "derivation", ended.last_words(), "write a table (docs/adding_an_architecture.md)"]}  # fmt: skip
+    return {"error_of": ["schedule='auto'", "derivation", ended.last_words(), "write a table of sharding rules (docs/adding_an_architecture.md)"]}  # fmt: skip
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[Any, ...], options: BuildOptions) -> Path:

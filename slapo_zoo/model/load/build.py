@@ -154,7 +154,7 @@ def _materialize(
         if module._parameters[name].isnan().any():
             module._parameters.update(before)
             problem = f"nothing initialises {name!r}, expected a function that does"
-            hint = "pass param_init_fn=, or give the module reset_parameters()"
+            hint = "give the module reset_parameters(), or pass a function that does: build(sch, init_weights=...)"
             raise ScheduleError(path or "(the model)", "build", problem, hint)
 
 

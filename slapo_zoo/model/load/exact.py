@@ -44,7 +44,7 @@ _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
     """Load a model that trains with the same bits on every mesh that divides the virtual one; return this process's part.
 
-    `options.exact` is the virtual mesh: always as many ranks, of which each process runs several as threads.
+    `options.exact` gives the sizes of the virtual mesh, whose ranks are threads; each process runs an equal number.
 
     Args:
         options: options of the loader; tp, pp and dp are the mesh of the processes.
@@ -209,7 +209,7 @@ class ExactModel(Unwrapped, nn.Module):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise NotBuiltError: the threads that run a model of `exact=` cannot be copied with it."""
-        problem, hint = "a model loaded with exact= cannot be copied", "average model.consolidated_state_dict(), or load without exact="  # fmt: skip
+        problem, hint = "a model loaded with exact= cannot be copied", "copy weights by model.consolidated_state_dict(), or load without exact="  # fmt: skip
         raise NotBuiltError("ExactModel", "copy.deepcopy", problem, hint)
 
     def forward(self, *args: Any, **batch: Any) -> Any:
@@ -357,7 +357,7 @@ class ExactModel(Unwrapped, nn.Module):
             yield
 
     def step_digest(self) -> str:
-        """Return a SHA-256 of the last loss and norm, and of all weights; equal runs have equal digests on every mesh."""
+        """Return a SHA-256 of the last loss, the last gradient norm and all weights; equal runs have equal digests."""
 
         def own(model: Any) -> str:
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

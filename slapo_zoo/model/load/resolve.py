@@ -36,8 +36,8 @@ def resolve_schedule(
 ) -> LoaderOptions:
     """Return the loader's options with a `schedule` that can be applied: a card becomes its directives or its function.
 
-    "auto" becomes a table of sharding rules that was proven on a tiny model. Other kinds of schedules stay unchanged.
-    `auto_class` is the head class (None: the one in the checkpoint), `trust` says how far a card is trusted.
+    For a family without a table of sharding rules "auto" becomes a proven table; with cp > 1 "zoo" and "auto" may become
+    a table with rules for cp; others stay. `auto_class`: head class (None: the checkpoint's); `trust`: in the card.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit the model or the mesh.
@@ -57,8 +57,8 @@ def resolve_schedule(
 def _of_file(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> CardProgram | list[Step] | Callable[[Any], Any]:
-    """Return what the card or file `options.schedule` holds: a CardProgram (the directives of a card), the function in
-    its `schedule.py` if `trust` allows that, or the directives in a .json file of `Schedule.to_json`.
+    """Return what the card or file `options.schedule` holds: a CardProgram, which applies the card's directives to a
+    model; the function in its `schedule.py` if `trust` allows that; or the steps in a file of `Schedule.to_json`.
 
     Raises:
         SlapoError: the card does not fit model or mesh, or its model computes wrong results; or, with cp > 1,

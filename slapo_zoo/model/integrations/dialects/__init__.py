@@ -61,7 +61,8 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
     if hasattr(sch, "mesh") and sch.mesh.cp > 1 and (kind or target not in (None, "torch")):
         problem = f"not supported together with cp={sch.mesh.cp}"
         hint = 'use target="torch" without data_parallel=: dp_shard= and precision= compose with cp; or load with cp=1'
-        raise MeshError("init_target_engine", kind or target, problem, hint)
+        what = f"data_parallel={kind!r}" if kind else f"target={target!r}"
+        raise MeshError("init_target_engine", what, problem, hint)
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
 
 

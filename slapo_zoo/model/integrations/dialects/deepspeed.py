@@ -89,7 +89,7 @@ class DeepSpeedTarget(TargetEngine):
     def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
         """Run forward and backward of `batch` in `micro_batches` parts and return the mean loss over all dp ranks.
 
-        The caller then calls `step()`, as with plain DeepSpeed. None takes gradient_accumulation_steps of the config.
+        The caller then calls `step()`, as in plain DeepSpeed. `micro_batches=None` takes the config's accumulation steps.
         """
         return self.model.train_step(batch, micro_batches or self._accumulation())
 
@@ -165,7 +165,7 @@ def mark_counted(model: Any) -> None:
 
 
 class MeshUnit:
-    """Adapter of our mesh to DeepSpeed's `mpu` object: `get_data_parallel_group()` and similar methods."""
+    """Object for DeepSpeed's argument `mpu`, whose methods, e.g. `get_data_parallel_group()`, describe our mesh."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh

@@ -26,7 +26,7 @@ class TargetEngine:
         model: a scheduled model.
         native: the engine's own object around it.
         optimizer: the optimizer that the engine steps.
-        clip: largest global gradient norm of `update`; 0 does not clip.
+        clip: largest global gradient norm, to which `update` scales gradients; 0 does not clip.
     """
 
     def __init__(self, model: Any, native: Any, optimizer: Any, clip: float = 0.0):

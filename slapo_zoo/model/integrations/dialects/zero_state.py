@@ -14,7 +14,7 @@ from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp}; with `of`, which gathers something of a shard, {name: of(shard)}. Collective."""
+    """Return {name: parameter gathered over dp}, or {name: of(parameter)}, e.g. its gathered gradient. Collective."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
@@ -32,7 +32,7 @@ def whole_gradient(p: Any) -> Tensor:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Return the unsharded values of `p`: in ZeRO-3 a copy gathered over dp, of a trained `p` from its fp32 master."""
+    """Return `p` unsharded: in ZeRO-3 a copy gathered over dp (a trained `p` from its fp32 master), else its data."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
