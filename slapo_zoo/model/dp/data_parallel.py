@@ -62,7 +62,7 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of `loss` * `loss_scale`, the number of averaging ranks, so that the averages are sums."""
+        """Run the backward of `loss` * `loss_scale`, the factor by which averages of gradients over dp become sums."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(

@@ -36,8 +36,8 @@ def resolve_schedule(
 ) -> LoaderOptions:
     """Return the loader's options with a `schedule` that can be applied: a card becomes its directives or its function.
 
-    For a family without a table of sharding rules "auto" becomes a proven table; with cp > 1 "zoo" and "auto" may become
-    a table with rules for cp; others stay. `auto_class`: head class (None: the checkpoint's); `trust`: in the card.
+    For a family without a table of sharding rules "auto" becomes a proven table; with cp > 1 "zoo" or "auto" may become
+    a table with rules for cp; others stay. `auto_class`: head class, None: the checkpoint's; `trust`: see `Trust`.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit the model or the mesh.
