@@ -278,9 +278,7 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
     def push_schedule_to_hub(
         self, repo_id: str | Path, base_model: str | None = None, any_size: bool = False, **kwargs: Any
     ) -> str:  # fmt: skip
-        """Publish the schedule (how modules are sharded), as JSON and README; return the value of `schedule=` for loads.
-
-        A collective call of all ranks.
+        """Publish the schedule (how modules are sharded) as JSON and README; return a load's `schedule=`. All ranks call it.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.

@@ -283,7 +283,7 @@ def _broadcast(
 
 
 def _copy_shard(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy this rank's elements of `piece` into `target`; `piece` is the rows from index `first` on of an unsharded tensor."""
+    """Copy this rank's elements of `piece` into `target`; `piece` has rows of an unsharded tensor from row `first` on."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:

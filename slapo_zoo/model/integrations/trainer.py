@@ -332,8 +332,8 @@ def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
 
 
 def _with_targets(step: Any, batch: Any, *given: Any, **options: Any) -> Any:
-    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if `targets` is none of them: gradients of
-    accumulated batches would be added, where `accelerator.backward` averages them.
+    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if `targets` is none of them: gradients
+    of accumulated batches would be added, where `accelerator.backward` averages them.
     """
     if options.get("targets", next(iter(given[2:]), None)) is None:  # the third after the batch
         problem = "found gradient_accumulation_steps > 1 and no targets: gradients would be added, not averaged"

@@ -93,7 +93,7 @@ def build(
 
 
 def _make_copies_independent(model: nn.Module, state: State) -> None:
-    """Let `copy.deepcopy(model)` bind replaced forwards and hooks to the copy, and sum the copy's gradients over tp too."""
+    """Let `copy.deepcopy(model)` bind replaced forwards and hooks to the copy, and sum its gradients over tp too."""
     changed = ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())  # fmt: skip
 
     def copied(memo: dict[int, Any]) -> nn.Module:

@@ -97,7 +97,7 @@ def _check_size(name: str, real: int, virtual: Any) -> None:
 
 
 def _check(options: LoaderOptions) -> None:
-    """Raise SlapoError for a device that is no CPU, and for options with which bits would differ between meshes or runs."""
+    """Raise SlapoError for a device that is no CPU, and for options with which bits differ between meshes or runs."""
     device = pick_device(options.device)
     if device.type != "cpu":
         problem = f"found device {device}: virtual ranks talk by gloo, which is built for the CPU"
