@@ -99,7 +99,7 @@ def _refuse_parts_of_rows(model: Any, args: Any) -> None:
         raise _refusal("precompute_ref_log_probs", problem, "leave it out: the reference then runs in each step")  # fmt: skip
     for name, known in OF_GROUPS.items() if shares_rows else ():
         if (value := getattr(args, name, None)) not in (None, *known):
-            problem = "TRL takes a statistic over all processes, and would count a row once for each rank that reads it"
+            problem = "TRL takes a statistic over the rows of all processes, and counts a row once per rank that reads it"
             raise _refusal(
                 f"{name}={value!r}", problem, f"pass {known[0]!r}, or load the model with dp alone"
             )
