@@ -92,8 +92,9 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
             problem = f"plain transformers cannot train a tiny model of this family: {type(error).__name__}: {said}"
             hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
             raise refusal(config, problem, hint) from error
-        search = Search(config, case, sizes, knobs)
-        return search.run()
+        if "loss" not in case.truth.outputs:  # what is compared then need not be a mean over rows
+            sizes = (tp, pp, 1)
+        return Search(config, case, sizes, knobs).run()
 
 
 class Search:

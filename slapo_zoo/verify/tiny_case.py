@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.rng.layout_independent_random import drawn_from
 from slapo_zoo.verify.case import Case, changes_for_comparison, expressive_config, noisy_model
 from slapo_zoo.verify.compare import Result
@@ -18,6 +21,7 @@ from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal
 from slapo_zoo.verify.judge import plain
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
+from slapo_zoo.zoo.derivation.stacks import star
 from slapo_zoo.zoo.tiny_config import ALL, TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
 
 MOST = 2e7  # parameters that a tiny model may have
@@ -43,7 +47,7 @@ def tiny_case(
         Exception: if no size trains: what the first one raised, or ArithmeticError for a value that is not finite.
     """
     problems: list[Exception] = []
-    for chosen in sizes_in_turn(sizes) if sizes else [None]:
+    for chosen in sizes_in_turn(_with_all_kinds(config, cls, sizes)) if sizes else [None]:
         small = tiny(config, chosen) if chosen else copy.deepcopy(config)
         for padded in (True, False):
             try:
@@ -71,6 +75,22 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
             problem = problem or error
     said = (str(problem).strip() or type(problem).__name__).splitlines()[0]
     raise refusal(f"plain transformers cannot train a tiny model of it: {said}") from problem
+
+
+def _with_all_kinds(config: Any, cls: Any, sizes: Sizes) -> Sizes:
+    """Return `sizes` with as many layers as a tiny model needs to have all kinds of modules of the whole model of `config`,
+    whose experts, for example, may begin after some layers.
+    """
+    kinds, least = _kinds(config, cls), sizes.layers
+    tried = [replace(sizes, layers=n * least) for n in (1, 2, 3, 4)]
+    return min(tried, key=lambda one: len(kinds - _kinds(tiny(config, one), cls)))
+
+
+def _kinds(config: Any, cls: Any) -> set[tuple[str, type]]:
+    with suppress(SlapoError):  # some sizes make no model
+        model = hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)
+        return {(star(path), type(module)) for path, module in model.named_modules()}
+    return set()
 
 
 def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:

@@ -1,20 +1,29 @@
 """Derived tables for parts of a model that the batch of the proof does not run, and for groups that stay unsharded."""
 
+import re
+
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     ResNetConfig,
     ResNetForImageClassification,
     SiglipVisionConfig,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.model.step.input_errors import InputError
 from slapo_zoo.verify.derive import Search, derive
-from slapo_zoo.verify.tiny_case import tiny_case
+from slapo_zoo.verify.tiny_case import _with_all_kinds, tiny_case
+from slapo_zoo.zoo.tiny_config import Sizes
 
 IMAGE = 90
 SIZES = {
@@ -81,3 +90,44 @@ def test_schedule_derivation_that_leaves_experts_unsharded_may_still_split_the_b
 def test_schedule_derivation_over_two_dp_ranks_succeeds_for_a_batch_norm_model():
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     assert derive(config, ResNetForImageClassification, (1, 1, 2)).table.batch_statistics
+
+
+def generated(table, folder):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2, schedule=table)
+    return model.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=4, do_sample=False)
+
+
+def test_derived_table_that_shards_no_heads_generates_with_a_cache_of_all_heads(tmp_path):
+    config = XGLMConfig(vocab_size=96, d_model=32, ffn_dim=64, num_layers=1, attention_heads=4)
+    case = tiny_case(config, XGLMForCausalLM, tmp_path)
+    search = Search(config, case, (2, 1, 1), {})
+    table = search._structural(config, search.small)
+    plain = XGLMForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    want = plain.generate(tokens, max_new_tokens=4, do_sample=False)
+    for found in emulate(generated, table, tmp_path, mesh=(2, 1, 1)):
+        assert torch.equal(found, want)
+
+
+def test_tiny_model_has_layers_enough_for_experts_that_begin_after_dense_layers():
+    """Their files hold each expert by itself, which a model without experts does not tell."""
+    config = DeepseekV3Config(num_hidden_layers=5, first_k_dense_replace=3)
+    assert _with_all_kinds(config, DeepseekV3ForCausalLM, Sizes()).layers == 4
+
+
+def test_gradients_of_a_model_without_a_loss_are_proven(tmp_path):
+    """The tp plan of transformers does not sum the gradients of norms that run on a rank's own heads."""
+    config = Glm4MoeConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        vocab_size=96,
+        head_dim=8,
+        use_qk_norm=True,
+        first_k_dense_replace=2,
+    )
+    case = tiny_case(config, Glm4MoeModel, tmp_path)
+    search = Search(config, case, (2, 1, 1), {})
+    assert re.match(
+        "gradients: layers.0.self_attn..*_norm.weight", search._probe(search._planned, (2, 1, 1))
+    )
+    assert search._probe(search._structural, (2, 1, 1)) == ""

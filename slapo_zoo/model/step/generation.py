@@ -59,6 +59,9 @@ def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
+    steps = (d for _, d in model.schedule.history)
+    if not any(d.name == "shard_attribute" or getattr(d, "num_heads", 0) for d in steps):
+        return  # each rank computes all heads, and made this cache
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if keys is not None and keys.shape[1] == heads > 1:
