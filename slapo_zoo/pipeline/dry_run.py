@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     unset_fake_temporarily,
 )
 from torch.utils._pytree import tree_leaves, tree_map
@@ -127,12 +128,11 @@ class DataTape(Tape):
 
     def _on_real_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the operator's result on real data, or None when some argument's data are unknown."""
+        known = lambda x: self._known.get(x, None if isinstance(x, FakeTensor) else x)  # noqa: E731
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if RANDOM in func.tags or not all(x in self._known for x in tensors):
+        if RANDOM in func.tags or any(known(x) is None for x in tensors):
             return None
-        args, kwargs = tree_map(
-            lambda x: self._known[x] if isinstance(x, Tensor) else x, (args, kwargs)
-        )
+        args, kwargs = tree_map(lambda x: known(x) if isinstance(x, Tensor) else x, (args, kwargs))
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 

@@ -41,10 +41,18 @@ class Looker(nn.Module):
         return self.h[1](x)
 
 
-def found_for(mask):
+class Sized(Looker):
+    """Model whose second block gets as many rows as an input marks, counted with a constant of two elements."""
+
+    def forward(self, x, mask):
+        x = self.h[0](x)
+        return self.h[1](x[: (mask.sum() * torch.tensor([1, 1])).tolist()[1]])
+
+
+def found_for(mask, cls=Looker):
     mode = FakeTensorMode()
     with mode:
-        model = Looker()
+        model = cls()
     own = model.h[0].forward
     found = dry_run(model, ["h.0", "h.1"], mode, {"x": torch.ones(3, 4), "mask": mask})
     assert model.h[0].forward == own
@@ -60,6 +68,13 @@ def test_dry_run_is_reused_for_another_batch_only_if_the_forward_reads_equal_val
     assert reads
     assert len(reads.operations) == 3, "sum, item and the number of marked rows; not all operators"
     for mask, same in [((0, 1, 1), True), ((1, 1, 1), False), ((0, 0, 1), False)]:
+        assert reads.hold({"x": torch.zeros(3, 4), "mask": torch.tensor(mask).bool()}) == same
+
+
+def test_dry_run_knows_numbers_that_follow_from_inputs_and_constants():
+    calls, reads = found_for(torch.tensor([True, True, False]), Sized)
+    assert [call.leaves[0].shape for call in calls] == [(3, 4), (2, 4)]
+    for mask, same in [((0, 1, 1), True), ((1, 1, 1), False)]:
         assert reads.hold({"x": torch.zeros(3, 4), "mask": torch.tensor(mask).bool()}) == same
 
 
