@@ -92,9 +92,8 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
             problem = f"plain transformers cannot train a tiny model of this family: {type(error).__name__}: {said}"
             hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
             raise refusal(config, problem, hint) from error
-        if "loss" not in case.truth.outputs:  # what is compared then need not be a mean over rows
-            sizes = (tp, pp, 1)
-        return Search(config, case, sizes, knobs).run()
+        dp = dp if "loss" in case.truth.outputs else 1  # outputs may depend on all rows
+        return Search(config, case, (tp, pp, dp), knobs).run()
 
 
 class Search:
@@ -133,7 +132,8 @@ class Search:
         for undivided in self._undivided_values():
             self.undivided, self.left_whole = undivided, {}
             yield from self.candidates()
-            if self.sizes[0] > 1 and not self._wrong_unsharded():
+            self.left_whole = dict.fromkeys(self.groups, "")
+            if self.sizes[0] > 1 and not self._probe(self._gathered, self.sizes):  # right unsharded
                 self._drop_wrong_groups()
                 yield self._gathered
         for stack in self._single_stacks():
@@ -193,11 +193,6 @@ class Search:
         except Exception as error:
             return str(error).splitlines()[0]
         return problem_of(Trial(self.case, sizes, table, self.knobs))
-
-    def _wrong_unsharded(self) -> bool:
-        """Return whether outputs or gradients on the mesh are wrong even if no module is sharded."""
-        self.left_whole = dict.fromkeys(self.groups, "")
-        return bool(self._probe(self._gathered, self.sizes))
 
     def _drop_wrong_groups(self) -> None:
         """Find by bisection the groups of modules that are wrong if only tp shards them, and leave them unsharded."""

@@ -151,7 +151,8 @@ def plain(
         if accepts(case.cls, "use_cache"):
             result.uncached = tensors_of(model(**few, use_cache=False))
     if reverse:
-        result.outputs, result.uncached = map(_turned, (result.outputs, result.uncached))
+        turn = lambda found: {name: x.flip(0) if x.ndim else x for name, x in found.items()}  # noqa: E731
+        result.outputs, result.uncached = turn(result.outputs), turn(result.uncached)
     if "loss" not in outputs and case.thorough:
         return result
     first = {id(p): name for name, p in model.named_parameters()}
@@ -173,10 +174,6 @@ def plain(
         optimizer.step()
         result.weights = {n: p.detach() for n, p in model.named_parameters()}
     return result
-
-
-def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.flip(0) if x.ndim else x for name, x in outputs.items()}
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
@@ -78,9 +77,7 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
 
 
 def _with_all_kinds(config: Any, cls: Any, sizes: Sizes) -> Sizes:
-    """Return `sizes` with as many layers as a tiny model needs to have all kinds of modules of the whole model of `config`,
-    whose experts, for example, may begin after some layers.
-    """
+    """Return `sizes` with enough layers for a tiny model to have each kind of module of the model, e.g. late experts."""
     kinds, least = _kinds(config, cls), sizes.layers
     tried = [replace(sizes, layers=n * least) for n in (1, 2, 3, 4)]
     return min(tried, key=lambda one: len(kinds - _kinds(tiny(config, one), cls)))
@@ -114,7 +111,8 @@ def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
         model.save_pretrained(folder)
         case = Case(small, cls, folder, rows, TOKENS, MICRO_ROWS, padded=padded, drops=drops)
         seen = _observed(given, case)
-        seen.spelling = find_spelling(_files(folder), model.state_dict())
+        files = {k: x for file in folder.glob("*.safetensors") for k, x in load_file(file).items()}
+        seen.spelling = find_spelling(files, model.state_dict())
         case = replace(case, seen=seen, draws=bool(seen.draws), thorough=False)
         for dtype in (torch.float64, torch.float32):
             try:
@@ -133,11 +131,6 @@ def _observed(config: Any, case: Case) -> Observation:
         if "experts_implementation" in changes_for_comparison(config):
             config._experts_implementation = "eager"  # the default implementation supports no fp64
         return observe(case.cls(config).train(), case.batch)
-
-
-def _files(folder: Path) -> dict[str, Tensor]:
-    """Return {key: tensor} of all safetensors files in a folder."""
-    return {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items()}
 
 
 def _not_finite(truth: Result) -> str:

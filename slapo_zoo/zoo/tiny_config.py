@@ -225,9 +225,10 @@ def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
     kinds = own.get("layers_block_type") and config.layers_block_type
     wanted = {
         "qk_head_dim": rope and rest and rope + rest,
-        "head_dim": _with_rotary(own, rope, rest)
+        "head_dim": (rope if own.get("head_dim") == own["qk_rope_head_dim"] else rope + rest)
         if rope and rest
-        else own.get("head_dim", 0) is None and _head_size(now),
+        else own.get("head_dim", 0) is None
+        and now.get("hidden_size", 0) // max(now.get("num_attention_heads", 0), 1),
         "mamba_n_heads": width // (now.get("mamba_d_head") or width or 1),
         "mamba_d_ssm": width,
         "hybrid_layer_ids": [i for i, kind in enumerate(kinds or ()) if kind == "hybrid"],
@@ -252,20 +253,12 @@ def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
                 setattr(config, name, value)
 
 
-def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
-    return rotary if own.get("head_dim") == own["qk_rope_head_dim"] else rotary + rest
-
-
 def _window(now: dict[str, int], stages: int) -> int:
     """Return the side of an attention window, at least 2, that fits the last stage's grid of patches. Each of the `stages`
     stages but the first halves the grid. `now` are the shrunken config's fields.
     """
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))
-
-
-def _head_size(now: dict[str, int]) -> int:
-    return now.get("hidden_size", 0) // max(now.get("num_attention_heads", 0), 1)
 
 
 class _Rules:

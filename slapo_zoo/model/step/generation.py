@@ -59,12 +59,12 @@ def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
-    steps = (d for _, d in model.schedule.history)
-    if not any(d.name == "shard_attribute" or getattr(d, "num_heads", 0) for d in steps):
-        return  # each rank computes all heads, and made this cache
+    counts = (
+        d.name == "shard_attribute" or getattr(d, "num_heads", 0) for _, d in model.schedule.history
+    )
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if keys is not None and keys.shape[1] == heads > 1:
+    if keys is not None and keys.shape[1] == heads > 1 and any(counts):  # of sharded heads
         problem = f"the cache has all {heads} heads, but each rank of tp={model.mesh.tp} computes some of them"
         hint = "use tp=1, or prompt tuning in place of prefix tuning"
         raise SlapoError("forward", "past_key_values", problem, hint)
