@@ -70,11 +70,11 @@ def decide(name: str, dtype: str, size: int, device: str) -> Decision:
             return Decision(ratio >= KEPT and _any(table, rows, between), f"{said} ({sizes})")
     ratio = table.ratios.get(key, math.nan)
     said = f"the best alternative takes {ratio:.2f} times as long ({key} on {whose})"
-    return Decision(table.dispatch[key] not in ("torch", "refused"), said)
+    return Decision(table.dispatch[key] != "torch", said)
 
 
 def _any(table: Table, rows: Mapping[int, str], between: tuple[int, int]) -> bool:
-    return any(table.dispatch[rows[size]] not in ("torch", "refused") for size in between)
+    return any(table.dispatch[rows[size]] != "torch" for size in between)
 
 
 def _between(known: list[int], size: int) -> tuple[int, int] | None:

@@ -176,7 +176,7 @@ def expressive(config: Any) -> dict[str, Any]:
     known = config.to_dict()
     scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}
-    changes |= {n: 0.0 for n in dropouts(config) if known[n] is not None}
+    changes |= {n: type(known[n])(0) for n in dropouts(config) if known[n] is not None}
     changes |= {n: 0.0 for n in known if n.endswith("layerdrop")}
     # a classifier of rows needs to know where they end, a decoder how to begin
     needed = ["pad_token_id", *(["decoder_start_token_id"] if config.is_encoder_decoder else [])]

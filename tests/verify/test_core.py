@@ -12,7 +12,7 @@ from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import padded_batch
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.case import Trial, case_for, expressive
+from slapo_zoo.verify.case import Trial, case_for, expressive, expressive_config
 from slapo_zoo.verify.core import known_schedule, verify
 from slapo_zoo.verify.judge import cast, tensors_of
 from slapo_zoo.verify.report import Report, VerifyError
@@ -140,3 +140,8 @@ def test_verify_error_hint_mentions_directives_only_when_the_report_lists_some()
         wrong.raise_if_wrong("m")
     with pytest.raises(VerifyError, match="hint: repair the directives named above"):
         replace(wrong, directives=[("fc", "shard()")]).raise_if_wrong("m")
+
+
+def test_comparison_config_keeps_the_type_of_a_dropout_rate_that_is_a_whole_number():
+    config = transformers.LevitConfig()  # strict: its drop_path_rate must be an int
+    assert type(expressive_config(config).drop_path_rate) is int
