@@ -145,7 +145,8 @@ class _Numbers(TorchFunctionMode):
         is_tensor = getattr(func, "__name__", "") == "tensor"  # torch.tensor, or a wrapper of it
         if is_tensor and args and isinstance(args[0], int | float):
             kwargs["device"] = kwargs.get("device") or "cpu"
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        return found.to("meta") if getattr(func, "__name__", "") == "expand" else found
 
 
 def _keep_numbers(model: Any) -> None:

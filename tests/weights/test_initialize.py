@@ -8,6 +8,7 @@ from heads import HEADS
 from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.hf.models import build_on_meta
 from slapo_zoo.model.loader import Assembly
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.zoo.options import BuildOptions
@@ -106,3 +107,14 @@ def test_buffer_that_no_enclosing_model_initializes_is_refused():
         fill_buffers(outer, torch.device("cpu"))
     found = outer.inner.rotary
     assert (found.own.tolist(), found.above.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_buffer_that_a_constructor_computes_from_an_expanded_number_has_the_values_of_transformers():
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8,),
+        conv_kernel=(3,), conv_stride=(2,), num_conv_pos_embedding_groups=2, max_source_positions=8,
+    )  # fmt: skip
+    model = build_on_meta(transformers.Wav2Vec2ConformerModel, config, torch.float32)
+    fill_buffers(model, torch.device("cpu"))
+    want = transformers.Wav2Vec2ConformerModel(config).encoder.embed_positions.pe
+    assert torch.equal(model.encoder.embed_positions.pe, want)
