@@ -99,7 +99,8 @@ class _WorldPerThread:
 
     def __init__(self, before: Any) -> None:
         """Start every thread without process groups, but the current thread with those of `before`, torch's own state."""
-        self.__dict__["local"] = threading.local()
+        # `states` keeps all groups alive: a forked child loses other threads' locals, and freeing a gloo group there crashes
+        self.__dict__.update(local=threading.local(), states=[])
         self._state().update({name: getattr(before, name) for name in self._state()})
 
     def _state(self) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class _WorldPerThread:
             self.local.state = {name: {} for name in self.NAMES}
             self.local.state |= {"default_pg": None, "group_count": 0}
             self.local.state |= {"pg_coalesce_state": {}, "comms": []}
+            self.states.append(self.local.state)
         return self.local.state
 
     def __getattr__(self, name: str) -> Any:

@@ -89,6 +89,11 @@ class Meeting:
             raise RuntimeError(f"{text} (ranks are threads of this process)") from None
 
 
+def runs_a_rank() -> bool:
+    """Return whether the current thread runs one of several ranks of a model with `exact=`."""
+    return hasattr(_OF_THREAD, "meetings")
+
+
 def _chunk(flat: Tensor, size: int) -> int:
     """Return the number of elements of a chunk of gloo's ring of `size` ranks; the last chunks may be shorter or empty."""
     item, total = flat.element_size(), flat.nbytes

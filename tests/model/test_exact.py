@@ -1,6 +1,5 @@
 """`exact=`: training has the same bits on every mesh whose sizes divide those of the virtual mesh."""
 
-import copy
 import os
 import signal
 from itertools import product
@@ -12,7 +11,7 @@ import transformers
 
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, emulate, load_checkpoint, save_checkpoint
-from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel.ranks.launch import run_local
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1, rows=8)
@@ -244,101 +243,6 @@ def test_bit_exact_mode_training_killed_and_resumed_on_another_mesh_is_bit_equal
         run_local(train_on, 2, (folder, GPT2, (2, 1, 1), virtual, saved, 0, 1, True), threads=1)
     then = ranks.run(train_on, 2, folder, GPT2, (1, 2, 1), virtual, saved, 1, 2, False)
     assert then == [whole[1:]] * 2
-
-
-def refused(folder, exact, options, act):
-    model = None
-    try:
-        model = AutoScheduledModel.from_pretrained(folder, tp=1, exact=exact, **options)
-        act(model)
-    except SlapoError as error:
-        return str(error)
-    finally:
-        if model is not None:
-            model.close()
-
-
-def nothing(model):
-    pass
-
-
-def uneven(model):
-    model.train_step({"input_ids": torch.ones(3, 4, dtype=torch.int64)})
-
-
-def clipped_by_torch(model):
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.train_step(batch_of(GPT2))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-
-
-def of_another_mesh(model):
-    AutoScheduledModel.from_pretrained(model.hosted[0].name_or_path, exact={"tp": 4})
-
-
-def loss_of_logits(model):
-    model.train()
-    model(**batch_of(GPT2)).logits.square().mean().backward()
-
-
-def generated(model):
-    model.generate(torch.ones(1, 3, dtype=torch.int64))
-
-
-def called_by_position(model):
-    ids = torch.ones(2, 3, dtype=torch.int64)
-    model.eval()
-    with torch.no_grad():
-        same = torch.equal(model(ids).logits, model(input_ids=ids).logits)
-    raise SlapoError("test", "", "the same logits" if same else "other logits")
-
-
-def in_any_order(model):
-    try:
-        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-    except RuntimeError as error:
-        raise SlapoError("test", "", str(error)) from None
-
-
-def adafactor(model):
-    model.train()
-    model.train_step(batch_of(GPT2))
-    torch.optim.Adafactor(model.parameters()).step()
-
-
-@pytest.mark.parametrize(
-    ("exact", "options", "act", "words"),
-    [
-        ({"tp": 0}, {}, nothing, "found tp=0, expected a positive integer"),
-        ({"cols": 2}, {}, nothing, "no such mesh dim: cols"),
-        ("yes", {}, nothing, "expected True, or sizes"),
-        ({"tp": 2}, {"kernels": "measure"}, nothing, "chooses by timings"),
-        ({"tp": 2}, {"target": "deepspeed"}, nothing, "in another order"),
-        ({"dp": 2}, {}, uneven, "3 rows for 2 virtual dp ranks"),
-        ({"tp": 2}, {}, clipped_by_torch, "call model.clip_grad_norm_"),
-        ({"tp": 2}, {}, of_another_mesh, "use one virtual mesh for all models of a process"),
-        ({"tp": 2}, {"schedule": 7}, nothing, "schedule"),
-        ({"dp": 2}, {}, loss_of_logits, "train_step(batch, loss_fn=...)"),
-        (
-            {"tp": 2},
-            {},
-            generated,
-            "ExactModel: generate: only a model loaded without exact= has this attribute",
-        ),
-        ({"tp": 2}, {}, called_by_position, "the same logits"),
-        ({"tp": 2}, {}, in_any_order, "does not have a deterministic implementation"),
-        ({"tp": 2}, {}, adafactor, "element by element"),
-        ({"tp": 2}, {}, copy.deepcopy, "cannot be copied"),
-    ],
-)
-def test_bit_exact_mode_raises_for_unsupported_sizes_options_batches_and_optimizers(
-    exact, options, act, words, root, ranks
-):
-    (found,) = ranks.run(refused, 1, checkpoint(GPT2, root), exact, options, act)
-    assert words in (found or "it was taken")
-    assert ranks.run(torch.are_deterministic_algorithms_enabled, 1) == [False]
 
 
 def test_bit_exact_mode_for_tp_3_refuses_to_run_on_tp_2(root, ranks):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_zoo.errors import MeshError
+from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.gradients import of_models, optimizers, step_guard
 from slapo_zoo.model.gradients.batch_check import check_peers
@@ -26,6 +26,7 @@ from slapo_zoo.model.gradients.parameter_hooks import take_over
 from slapo_zoo.model.gradients.step_guard import StepGuard
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
+from slapo_zoo.parallel.thread_sums import runs_a_rank
 
 
 class Calls:
@@ -139,6 +140,10 @@ class Calls:
 
     def open(self) -> None:
         """Begin a backward: group parameters into buckets for all-reduces; autograd calls `_end` after the backward."""
+        if self.guard.on_ranks and not runs_a_rank():  # a collective would wait for ever
+            problem = "a term of the loss reads weights of virtual ranks outside their threads"
+            hint = "return it from loss_fn of train_step, or use the optimizer's weight_decay"
+            raise SlapoError("backward", "exact=", problem, hint)
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()

@@ -19,6 +19,7 @@ from slapo_zoo.model.gradients.batch_check import check_trained_inputs
 from slapo_zoo.model.gradients.of_models import place_of, runtime_of
 from slapo_zoo.parallel.collectives import all_reduce_
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.thread_sums import runs_a_rank
 
 
 class InputGradients:
@@ -124,6 +125,10 @@ def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) ->
     `known` is {parameter: number, in order of first use}; the new parameters are added.
     """
     if new := [p for p in parameters if p not in known]:
+        if runs_a_rank():
+            problem = f"several virtual ranks of a process would add to the same .grad of {[*new[0].shape]}, which is outside the model"
+            hint = "leave exact= out; or, with virtual dp=1, compute a loss of model(**batch).logits by hand"
+            raise SlapoError("exact=", "trained parameters of loss_fn or inputs", problem, hint)
         check_trained_inputs(mesh, new)
         for p in new:
             known[p] = len(known)

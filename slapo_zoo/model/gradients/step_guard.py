@@ -307,6 +307,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
         return None
     guard: StepGuard = runtime.calls.guard
     if guard.on_ranks is not None:
+        _require_own_scaler()
         return guard.on_ranks(optimizer, args, kwargs)
     guard.check_outside(parameters)
     if guard.divides:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.model.gradients.module_changes import Unwrapped
@@ -25,12 +25,14 @@ from slapo_zoo.model.load.exact_optimizer import give_back, narrowed, split_over
 from slapo_zoo.model.load.exact_output import computed, joined
 from slapo_zoo.model.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
+from slapo_zoo.model.step.step_checks import require_entries
 from slapo_zoo.parallel.digests import digest, digest_of_tensor
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import HostedRanks
 from slapo_zoo.parallel.ranks.killed_rank import default_store
 from slapo_zoo.parallel.ranks.process_group import timeout_of
+from slapo_zoo.parallel.thread_sums import runs_a_rank
 from slapo_zoo.zoo.argument_values import make_mesh, pick_device
 from slapo_zoo.zoo.options import LoaderOptions
 
@@ -188,11 +190,6 @@ class ExactModel(Unwrapped, nn.Module):
             model._slapo.calls.guard.on_ranks = self._before_step
 
     @property
-    def config(self) -> Any:
-        """Return the config of the first hosted rank's model."""
-        return self.hosted[0].config
-
-    @property
     def _slapo(self) -> Any:
         """Raise SlapoError: functions that read this attribute of a model support one rank per process, not several."""
         problem = "a function that works on one rank (an optimizer wrapper, a schedule, an engine) got a model with exact=,"
@@ -200,8 +197,12 @@ class ExactModel(Unwrapped, nn.Module):
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise NotBuiltError for a method or attribute that only models without `exact=` have, such as `generate`."""
+        """Return config, device or dtype of the first hosted rank's model; raise NotBuiltError for an attribute that only
+        models without `exact=` have, such as `generate`.
+        """
         models = self.__dict__.get("_modules", {}).get("hosted", ())
+        if name in ("config", "device", "dtype") and models:
+            return getattr(models[0], name)
         if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
             problem = "only a model loaded without exact= has this attribute"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
@@ -219,6 +220,8 @@ class ExactModel(Unwrapped, nn.Module):
         """
         names = list(inspect.signature(type(self.hosted[0]).forward).parameters)[1:]
         batch |= dict(zip(names, args, strict=False))
+        if runs_a_rank():  # in a loss_fn, whose rows are this rank's
+            return tree_map(computed, self._of(dist.get_rank())(**batch))
         is_graded = torch.is_grad_enabled()  # in this thread; each thread has its own
 
         def call(rank: int) -> Any:
@@ -299,29 +302,42 @@ class ExactModel(Unwrapped, nn.Module):
 
         Args:
             batch: rows of this process, which its virtual dp ranks share in order.
-            *args: further arguments of `Scheduled.train_step`; `micro_batches` counts those of a virtual rank.
+            *args: further arguments of `Scheduled.train_step`; `micro_batches` counts those of a virtual rank, `targets`
+                those of this process.
             **kwargs: the same by name.
         """
 
-        def call(rank: int) -> Any:
-            with self._recorded(rank):
-                return self._of(rank).train_step(self._rows_of(rank, batch), *args, **kwargs)
+        require_entries(batch)
+        names = "micro_batches", "return_logits", "targets", "loss_fn", "scaler", "batch_is_sharded"
+        kwargs |= dict(zip(names, args, strict=False))
+        parts, targets = self.virtual.dp // self.mesh.dp, kwargs.get("targets")
 
-        loss = self._host.run(call)[0]
+        def call(rank: int) -> Any:
+            counts = self.virtual.coord("dp", rank) % parts == 0  # one rank counts its process's
+            own = {} if targets is None else {"targets": [n * counts for n in targets]}
+            with self._recorded(rank):
+                return self._of(rank).train_step(self._rows_of(rank, batch), **kwargs | own)
+
+        found = dict(zip(self._host.ranks, self._host.run(call), strict=True))
+        output = found[self._host.ranks[0]]
+        loss = output if isinstance(output, Tensor) else output["loss"]
         self._last, self._gradients = (float(loss), 0.0), self._versions()
-        return loss
+        return loss if loss is output else joined(found, self._host, self.virtual, self._note_gradients)  # fmt: skip
 
     def _rows_of(self, rank: int, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rows of `batch` that virtual rank `rank` reads; the virtual dp ranks share the rows equally."""
         parts, rows = self.virtual.dp // self.mesh.dp, count_rows(batch)
+        leaves = tree_leaves(dict(batch))
+        if batch.get("past_key_values") is not None or any(isinstance(x, Tensor) and x.requires_grad for x in leaves):  # fmt: skip
+            problem = "an entry is a KV cache or requires a gradient, and the virtual ranks of this process would all change it"
+            raise SlapoError("ExactModel", "batch", problem, "leave it out, or leave exact= out")
         if rows % parts:
             problem = f"found {rows} rows for {parts} virtual dp ranks of this process"
             raise SlapoError("ExactModel", "batch", problem, f"pass a multiple of {parts} rows")
         first = self.virtual.coord("dp", rank) % parts * (rows // parts)
-        return {
-            name: value[first : first + rows // parts] if _has_rows(value, rows) else value
-            for name, value in batch.items()
-        }
+        part = slice(first, first + rows // parts)
+        has_rows = lambda x: isinstance(x, Tensor) and x.ndim > 0 and len(x) == rows  # noqa: E731
+        return tree_map(lambda x: x[part] if has_rows(x) else x, dict(batch))
 
     def _note_gradients(self) -> None:
         self._gradients = self._versions()
@@ -373,7 +389,3 @@ class ExactModel(Unwrapped, nn.Module):
     def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
         """Return {HuggingFace name: unsharded tensor, or with `grads` its gradient} on process 0, {} elsewhere."""
         return self.on_each_rank(lambda model: model.consolidated_state_dict(grads))
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.parallel.digests import digest_of_tensor
 
-Row = tuple[
-    str, str, str
-]  # operation, module whose forward runs (or the node of autograd), digest of its results
+# operation, module whose forward runs (or the node of autograd), digest of its results
+Row = tuple[str, str, str]
 
 
 class Recorder(TorchDispatchMode):

@@ -164,11 +164,8 @@ def refuse_divided(model: Any, options: Mapping[str, Any], own: bool = False, **
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table
     own = own and table.undivided is not True  # of all classes, the rows may meet before the loss
-    if (
-        table.is_undivided(model.unscheduled_class)
-        and not own
-        and any(p[:3] != "pp=" for p in divided)
-    ):
+    rows = [p for p in divided if p[:3] not in ("pp=", "cp=")]  # parts with some of the rows
+    if rows and table.is_undivided(model.unscheduled_class) and not own:
         problem = f"found {', '.join(divided)}: the loss is no mean over rows, so the batch cannot be split"
         more = "" if table.undivided is True else ", or give train_step a loss_fn"
         raise MeshError("the model", "loss", problem, f"pass micro_batches=1 and use dp=1{more}")

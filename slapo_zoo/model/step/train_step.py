@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.cut_body import own_lengths, sharding
 from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
@@ -165,10 +164,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 
 def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with its CPU tensors copied to the model's device, which the load may have chosen."""
-    if not isinstance(batch, Mapping):
-        problem = f"found a {type(batch).__name__}, expected a dictionary of tensors by name"
-        hint = "pass what the tokenizer or collator returns"
-        raise SlapoError("train_step", "batch", problem, hint)
+    step_checks.require_entries(batch)
     device = next(model.parameters()).device
     there = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
     return {**batch, **{k: v.to(device) for k, v in there.items()}}
@@ -198,7 +194,8 @@ def check(
         step_checks.require_labels(tensors, whole)
     count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
     own = options.loss_fn is not None
-    refuse_divided(model, whole, own, micro_batches=count, pp=mesh.pp, dp=mesh.size("batch"))
+    parts = {"micro_batches": count, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.size("batch")}
+    refuse_divided(model, whole, own, **parts)
     step_checks.require_rows(tensors, whole, rows, count)
     return tensors, whole, rows, count
 

@@ -81,6 +81,7 @@ class HostedRanks:
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+        self._threads.clear()
         gc.collect()  # a group that is freed only at interpreter exit may abort the process
         self._within.close()
 
@@ -91,12 +92,18 @@ class HostedRanks:
         Raises:
             Exception: the error of the first rank that failed, with its traceback as the cause.
         """
+        if not self._threads or threading.current_thread() in self._threads:
+            problem = "the ranks have ended (close, interrupt), or this is the thread of one"
+            hint = "load the model again, or make this call outside of loss_fn and hooks"
+            raise MeshError("exact=", getattr(function, "__qualname__", "call"), problem, hint)
         own = cpu_generator()  # the caller's; all ranks start from its state
+        casts = "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
         def call(rank: int, *given: Any) -> Any:
             own_of_rank = cpu_generator()
             own_of_rank.mark = mark
-            found = function(rank, *given)
+            with torch.autocast(*casts):
+                found = function(rank, *given)
             marks[rank] = own_of_rank.mark
             return found
 
