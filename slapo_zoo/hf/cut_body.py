@@ -44,9 +44,7 @@ class Body:
         first = model.get_submodule(base)
         stacks = list({id(stack): stack for stack in map(self._stack, blocks)}.values())
         if not blocks or not base or model in stacks:
-            problem = (
-                f"{type(model).__name__} has no base model of transformers that holds its blocks"
-            )
+            problem = f"{type(model).__name__} has no base model of transformers that holds its blocks"  # fmt: skip
             raise ArchitectureError("from_pretrained", "cp > 1", problem, "use cp=1")
         takes_ids = [stack for stack in stacks if accepts(type(stack), "input_ids")]
         for module in takes_ids or [first]:
@@ -125,11 +123,7 @@ def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> d
     is returned unchanged.
     """
     n = 1 if state.body is None or cut is None else cut.n
-    ids = {
-        name: x
-        for name, x in batch.items()
-        if name.endswith(("input_ids", "mask")) and x is not None
-    }
+    ids = {k: x for k, x in batch.items() if k.endswith(("input_ids", "mask")) and x is not None}
     return {**batch, **{name: x[..., : -(-x.shape[-1] // n)] for name, x in ids.items()}}
 
 

@@ -127,9 +127,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         raise
     except Exception as error:  # classes raise many types on bad values
         what = str(error).strip().partition("\n")[0]
-        problem = (
-            f"this class cannot be built from this config: {type(error).__name__}: {what:.200}"
-        )
+        problem = f"this class cannot be built from this config: {type(error).__name__}: {what:.200}"  # fmt: skip
         hint = "check the values of config.json against those of a model that works"
         raise ArchitectureError("from_pretrained", cls.__name__, problem, hint) from error
     _forget_loose_ties(model)

@@ -1,13 +1,19 @@
 """Context parallelism in a loop of one's own, with a loss of one's own, an adapter, and where all tokens are run."""
 
+import copy
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
+import transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
 from cut_rows import case_of, require_equal, rows_of
-from parity import batch_of, tiny_config
-from slapo_zoo import AutoScheduledModel, emulate, load_checkpoint, save_checkpoint
+from parity import Case, batch_of, checkpoint, tiny_config
+from slapo_zoo import AutoScheduledModel, MeshError, emulate, load_checkpoint, save_checkpoint
+from slapo_zoo.zoo.schedule_source import find_table
 
 FAMILIES = ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForCausalLM")
 
@@ -122,6 +128,84 @@ def test_user_loss_that_sums_over_extra_batch_entries_with_cp_has_the_gradients_
     case = case_of("GPT2LMHeadModel")
     found = emulate(counted, case, mesh=(1, 1, 2), cp=2)
     require_equal(found[0], counted(case))
+
+
+def distilled(case, folder, **layout):
+    """Loss and gradients of a step whose loss calls a copy of the model, the model itself and a plain one, all in eval."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_pretrained(folder, auto_class=case.cls, **layout).train()
+    plain = getattr(transformers, case.cls).from_pretrained(folder, dtype=torch.float64)
+    teachers = (copy.deepcopy(model).eval(), plain.eval(), model)
+
+    def loss_fn(output, batch):
+        model.eval()
+        given = {"input_ids": batch["input_ids"], "use_cache": False}
+        with torch.no_grad():
+            means = [teacher(**given).logits.mean(1) for teacher in teachers]
+        model.train()
+        return (output.logits.mean(1) - 2 * sum(means)).square().mean()
+
+    loss = model.train_step(rows_of(case, "bare"), 1, loss_fn=loss_fn)
+    return [float(loss)], model.consolidated_state_dict(grads=True), 0.0, {}
+
+
+def test_teachers_called_in_a_user_loss_with_cp_see_all_tokens(tmp_path):
+    case = case_of("LlamaForCausalLM", dropout=0.0)
+    folder = checkpoint(case, tmp_path)
+    found = emulate(distilled, case, folder, mesh=(1, 1, 2), cp=2)
+    require_equal(found[0], distilled(case, folder))
+
+
+def divided(case, **layout):
+    """Loss and gradients of a step by hand that is told the number of targets; T5's loss does not read it."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    loss = model.train()(**rows_of(case, "padded"), num_items_in_batch=torch.tensor(29)).loss
+    loss.backward()
+    return [float(loss.detach())], model.consolidated_state_dict(grads=True), 0.0, {}
+
+
+@pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_loss_told_its_number_of_targets_with_cp_is_that_of_one_process(cls):
+    case = case_of(cls, dropout=0.0)
+    found = emulate(divided, case, mesh=(1, 1, 2), cp=2)
+    require_equal(found[0], divided(case), rtol=1e-4, atol=1e-6)
+
+
+def wrapped(case, **layout):
+    """Loss and gradients of a step by hand whose blocks are in torch's checkpoint_wrapper."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    blocks = model.train().transformer.h
+    for number, block in enumerate(blocks):
+        blocks[number] = checkpoint_wrapper(block)
+    loss = model(**rows_of(case, "padded"), use_cache=False).loss
+    loss.backward()
+    return [float(loss.detach())], model.consolidated_state_dict(grads=True), 0.0, {}
+
+
+def test_blocks_in_checkpoint_wrapper_with_cp_have_the_gradients_of_one_process():
+    case = case_of("GPT2LMHeadModel")
+    found = emulate(wrapped, case, mesh=(1, 1, 2), cp=2)
+    require_equal(found[0], wrapped(case), rtol=1e-4, atol=1e-6)
+
+
+def routed(case, by_hand):
+    """Text of the error of a step of a mixture of experts whose loss got a term of its router after the load."""
+    table = replace(find_table(tiny_config(case)[0]), cut_tokens={case.cls: "counted"})
+    model = AutoScheduledModel.from_config(
+        tiny_config(case)[0], auto_class=case.cls, cp=2, schedule=table
+    )
+    model.train().config.output_router_logits = True
+    with pytest.raises(MeshError) as error:
+        model(**batch_of(case)) if by_hand else model.train_step(batch_of(case), 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_loss_of_a_router_with_cp_is_refused_since_it_needs_all_tokens(by_hand):
+    for said in emulate(routed, Case("MixtralForCausalLM", ("tokens",)), by_hand, mesh=(1, 1, 2)):
+        assert "found cp=2: with output_router_logits=True the loss needs the whole batch" in said
 
 
 def adapted(case, **layout):

@@ -135,9 +135,7 @@ class GradientReducer:
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
-            problem = (
-                "this backward goes through a forward with sharded tokens and through one without"
-            )
+            problem = "this backward goes through a forward with sharded tokens and through one without"  # fmt: skip
             hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
             raise MeshError("backward", "sequence_parallel=True", problem, hint)
         sharded = next(iter(self.token_modes), self.tokens_sharded)

@@ -54,9 +54,7 @@ def require_known_weights(model: Any, step: str) -> None:
         parent, _, leaf = name.rpartition(".")
         wanted = spec.local_shape(mesh.tp, mesh.coord("tp"))
         if problem := _problem(modules.get(parent), name, leaf, wanted, found):
-            hint = (
-                "a sharded model keeps its modules: change the plain model, save it, and load that"
-            )
+            hint = "a sharded model keeps its modules: change the plain model, save it, and load that"  # fmt: skip
             raise SlapoError(step, name, problem, hint)
     for names in groups if mesh.world_size > 1 else ():
         if len(apart := [name for name in names if name in found]) > 1:
@@ -153,9 +151,7 @@ class Unwrapped:
         """
         found = vars(self).get("_stays_unwrapped", False)
         if self.mesh.world_size > 1 and not found:
-            problem = (
-                "Trainer and Accelerate would wrap the model, which is sharded over ranks, in DDP"
-            )
+            problem = "Trainer and Accelerate would wrap the model, which is sharded over ranks, in DDP"  # fmt: skip
             hint = "use slapo_zoo.ScheduledTrainer, or slapo_zoo.prepare(accelerator, model, optimizer, loader)"
             raise SlapoError(type(self).__name__, "model", problem, hint)
         return found

@@ -128,9 +128,7 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
     `name` is the optimizer's class, for the error; `parameters` are its parameters.
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
-        problem = (
-            "the optimizer may not work element by element, and this process runs several ranks"
-        )
+        problem = "the optimizer may not work element by element, and this process runs several ranks"  # fmt: skip
         raise SlapoError(f"{name}.step", "exact=", problem, "use AdamW, or leave exact= out")
 
 

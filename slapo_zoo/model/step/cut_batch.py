@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.hf.attention_backends import NAME
+from slapo_zoo.model.gradients.module_changes import WRAPPER
 from slapo_zoo.model.step.outputs import LAYERS, asked
 from slapo_zoo.parallel.known import IGNORED
 from slapo_zoo.parallel.losses.heads import head_of
@@ -192,7 +193,8 @@ def require_core_attention(model: Any) -> None:
 
     An attention module was not replaced if it still calls its child `core_attn`, which gathers the keys over cp.
     """
-    modules, pipeline = dict(model.named_modules()), model._slapo.pipeline
+    modules = {WRAPPER.sub("", name): module for name, module in model.named_modules()}
+    pipeline = model._slapo.pipeline
     for path, core in model._slapo.schedule.state.modules.items():
         if not isinstance(core, CoreAttention) or (pipeline and not pipeline.holds(path)):
             continue
@@ -231,7 +233,5 @@ POSITIONS: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor] | None] = {
     "counted": _counted,
     "counted by mask": _counted_by_mask,
     "counted real": _counted_real,
-    "placed": None,
-    "relative": None,
-    "none": None,
+    **dict.fromkeys(("placed", "relative", "none")),
 }

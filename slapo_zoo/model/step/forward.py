@@ -60,7 +60,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     given, cut = batch, cut_of_call(model)
     batch = batch if cut is None else cut_call(model, cut, batch)
     divided = tokens_divide(model, own_lengths(runtime.schedule.state, cut, batch))
-    refuse_divided(model, batch, pp=mesh.pp)
+    refuse_divided(model, batch, pp=mesh.pp, cp=1 if cut is None else cut.n)
     refuse_outputs(model, batch)
     require_together(model, given)
     wants_tuple, run = set_return_dict(model, batch), functools.partial(_run_own, model, runtime)

@@ -87,13 +87,14 @@ def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager
     """Context in which the model's loss is the sum of the losses of this rank's tokens, divided by the number of labels
     other than -100 on all cp ranks.
 
-    `given` is the batch with all tokens. The context does nothing without labels, and with `num_items_in_batch`,
-    by which the model's loss already divides.
+    `given` is the batch with all tokens. The context does nothing without labels. With `num_items_in_batch` the loss
+    may be a sum divided by that number already (not in T5), which stays.
     """
-    if given.get("labels") is None or given.get("num_items_in_batch") is not None:
+    if given.get("labels") is None:
         return nullcontext()
-    counts: Any = count_targets(model._slapo.head_name(model), given)
-    return GlobalMeans(counts).over(model, {})
+    means = GlobalMeans(count_targets(model._slapo.head_name(model), given))  # pyright: ignore[reportArgumentType]
+    means.is_needed = given.get("num_items_in_batch") is None
+    return means.over(model, {})
 
 
 def tokens_of(name: str, given: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.model.gradients.weight_terms import count_once, newest
+from slapo_zoo.parallel.token_cut import cutting
 from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS
 
 OPTIONS = {"output_hidden_states", "output_attentions", "shift_labels", "num_items_in_batch"}
@@ -36,7 +37,8 @@ class OwnLoss:
         output, `part` the micro-batch. SlapoError if the value is no scalar or has no gradient.
         """
         given, output, began = of_loss(part, self.cut), whole_output(output), newest()
-        loss = self.loss_fn(output, given)
+        with cutting(self.runtime.schedule.state.random, None):  # for a teacher that it calls
+            loss = self.loss_fn(output, given)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = type(loss).__name__
             if isinstance(loss, Tensor):

@@ -89,6 +89,7 @@ class GlobalMeans(TorchFunctionMode):
         super().__init__()
         self.counts, self.group, self.found, self.in_own = counts, group, 0, False
         self.targets = None if targets is None else list(targets.values())
+        self.is_needed = True  # a forward without a mean loss is refused
         self.part: list[Tensor] = []
         self.expected: Sequence[Tensor] = ()
         self.totals: dict[int, tuple[Any, float]] = {}  # number of a call --> its weights, divisor
@@ -113,7 +114,7 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             if own is not None:
                 model._loss_function = own
-        if not self.found:
+        if self.is_needed and not self.found:
             problem = "the forward called none of the mean losses that can be split over rows"
             raise _refusal(problem, MEANS)
 
