@@ -139,9 +139,7 @@ class Adapts:
             hint = "save_pretrained(folder), then huggingface_hub.HfApi().upload_folder(...)"
             raise SlapoError("save_pretrained", "push_to_hub", problem, hint)
         if changed:
-            problem = (
-                "the model has an adapter, which is written in its own dtype, without a variant"
-            )
+            problem = "the model has an adapter, which is written in its own dtype, without a variant"  # fmt: skip
             raise SlapoError("save_pretrained", "dtype= or variant=", problem, "leave both out")
         self.save_adapter(save_directory, check_finite=check_finite)
 

@@ -72,9 +72,7 @@ class Resumed:
         if len(values) == 1:
             return values[0]
         if self.copy is None:
-            problem = (
-                f"the checkpoint has a value for each of {len(values)} dp ranks, but dp has changed"
-            )
+            problem = f"the checkpoint has a value for each of {len(values)} dp ranks, but dp has changed"  # fmt: skip
             hint = f"compute this rank's value from all, in resumed.{name}s; or resume with dp={len(values)}"
             raise WeightsError(LOAD, name, problem, hint)
         return values[self.copy]

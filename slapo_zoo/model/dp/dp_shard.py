@@ -55,9 +55,7 @@ class Sharded(DataParallel):
             for module, name, (i, j) in block.places
         )
         if replaced:
-            problem = (
-                "the parameters were replaced since the load, and the new ones are not sharded"
-            )
+            problem = "the parameters were replaced since the load, and the new ones are not sharded"  # fmt: skip
             hint = "copy values into the parameters (p.data.copy_); functional_call and assign=True replace them"
             raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
         for module, name, p in read:

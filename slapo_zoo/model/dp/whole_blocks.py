@@ -124,9 +124,7 @@ class Block:
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):
-                problem = (
-                    f"the block's module {path} was not in this block when the model was loaded"
-                )
+                problem = f"the block's module {path} was not in this block when the model was loaded"  # fmt: skip
                 hint = "change the plain model, save it, and load that; or leave dp_shard= out"
                 raise MeshError("forward", type(module).__name__, problem, hint)
 

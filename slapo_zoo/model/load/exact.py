@@ -25,7 +25,6 @@ from slapo_zoo.model.load.exact_optimizer import give_back, narrowed, split_over
 from slapo_zoo.model.load.exact_output import computed, joined
 from slapo_zoo.model.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
-from slapo_zoo.model.step.step_checks import require_entries
 from slapo_zoo.parallel.digests import digest, digest_of_tensor
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
@@ -307,7 +306,6 @@ class ExactModel(Unwrapped, nn.Module):
             **kwargs: the same by name.
         """
 
-        require_entries(batch)
         names = "micro_batches", "return_logits", "targets", "loss_fn", "scaler", "batch_is_sharded"
         kwargs |= dict(zip(names, args, strict=False))
         parts, targets = self.virtual.dp // self.mesh.dp, kwargs.get("targets")
@@ -324,8 +322,10 @@ class ExactModel(Unwrapped, nn.Module):
         self._last, self._gradients = (float(loss), 0.0), self._versions()
         return loss if loss is output else joined(found, self._host, self.virtual, self._note_gradients)  # fmt: skip
 
-    def _rows_of(self, rank: int, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _rows_of(self, rank: int, batch: Any) -> Any:
         """Return the rows of `batch` that virtual rank `rank` reads; the virtual dp ranks share the rows equally."""
+        if not isinstance(batch, Mapping):
+            return batch  # `Scheduled.train_step` refuses it
         parts, rows = self.virtual.dp // self.mesh.dp, count_rows(batch)
         leaves = tree_leaves(dict(batch))
         if batch.get("past_key_values") is not None or any(isinstance(x, Tensor) and x.requires_grad for x in leaves):  # fmt: skip
@@ -336,8 +336,7 @@ class ExactModel(Unwrapped, nn.Module):
             raise SlapoError("ExactModel", "batch", problem, f"pass a multiple of {parts} rows")
         first = self.virtual.coord("dp", rank) % parts * (rows // parts)
         part = slice(first, first + rows // parts)
-        has_rows = lambda x: isinstance(x, Tensor) and x.ndim > 0 and len(x) == rows  # noqa: E731
-        return tree_map(lambda x: x[part] if has_rows(x) else x, dict(batch))
+        return tree_map(lambda x: x[part] if isinstance(x, Tensor) and x.ndim and len(x) == rows else x, dict(batch))  # fmt: skip
 
     def _note_gradients(self) -> None:
         self._gradients = self._versions()

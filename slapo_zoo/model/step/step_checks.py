@@ -20,14 +20,6 @@ from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, Pipeline
 SAMPLED, SAME = 1024, 1e-9  # sampled elements of a tied weight; relative rounding of their norm
 
 
-def require_entries(batch: Any) -> None:
-    """Raise SlapoError if a batch is no dictionary of tensors by name."""
-    if not isinstance(batch, Mapping):
-        problem = f"found a {type(batch).__name__}, expected a dictionary of tensors by name"
-        hint = "pass what the tokenizer or collator returns"
-        raise SlapoError("train_step", "batch", problem, hint)
-
-
 def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
     """Return the error for a batch without tensors, or with tensors without rows."""
     names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.cut_body import own_lengths, sharding
 from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
@@ -164,7 +165,10 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 
 def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with its CPU tensors copied to the model's device, which the load may have chosen."""
-    step_checks.require_entries(batch)
+    if not isinstance(batch, Mapping):
+        problem = f"found a {type(batch).__name__}, expected a dictionary of tensors by name"
+        hint = "pass what the tokenizer or collator returns"
+        raise SlapoError("train_step", "batch", problem, hint)
     device = next(model.parameters()).device
     there = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
     return {**batch, **{k: v.to(device) for k, v in there.items()}}
