@@ -166,7 +166,7 @@ def divided(case, **layout):
 
 
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
-def test_loss_told_its_number_of_targets_with_cp_is_that_of_one_process(cls):
+def test_loss_divided_by_num_items_in_batch_with_cp_is_that_of_one_process(cls):
     case = case_of(cls, dropout=0.0)
     found = emulate(divided, case, mesh=(1, 1, 2), cp=2)
     require_equal(found[0], divided(case), rtol=1e-4, atol=1e-6)
