@@ -195,8 +195,8 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which the buffer `bias` of an attention, its causal mask, has `total` rows, the last `rows` of which are
-    those of this cp rank's queries: GPT-Neo and GPT-J read them. `total` is the number of keys of all cp ranks.
+    """Context in which the buffer `bias` of an attention (the causal mask of GPT-Neo and GPT-J) has `total` rows; the
+    last `rows` of them are those of this cp rank's queries. `total` is the number of keys of all cp ranks.
     """
     whole = getattr(attention, "bias", None)
     if whole is not None:

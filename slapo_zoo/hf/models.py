@@ -247,15 +247,13 @@ def swap_tensors(
 
 
 def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
-    """Replace the floating parameters and buffers for which `is_wide(name, module)` is True by fp32 ones; fake tensors
-    cannot be cast in place.
-    """
+    """Replace the floating parameters and buffers for which `is_wide(name, module)` is True by new ones in fp32."""
     held: dict[str, Any]
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for name, x in held.items():
                 if x is not None and x.is_floating_point() and is_wide(f"{path}.{name}", module):
-                    held[name] = like(x, x.detach().float())
+                    held[name] = like(x, x.detach().float())  # fake tensors have no cast in place
 
 
 def stays_wide(model: Any, name: str, module: nn.Module, dtype: torch.dtype) -> bool:

@@ -29,7 +29,7 @@ class Maker:
     made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor; the call for the first handle recomputes the tensor, that for the last handle drops it."""
+        """Return the tensor, once per handle: the first call recomputes the tensor, the last one drops it."""
         if self.made is None:
             self.made, self.left = self.make(), self.handles
         made, self.left = self.made, self.left - 1

@@ -170,8 +170,8 @@ def _dummy_stages(places: StageMap) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _with_communication(places: StageMap, micro_batches: int) -> Any:
-    """Return torch's runtime of an order on dummy stages; it has added the communication between
-    the actions of `micro_batches` micro-batches.
+    """Return torch's runtime, on dummy stages, of the order and placement `places`; the runtime has added the sends and
+    receives between the actions of `micro_batches` micro-batches.
 
     Uses the private `_Action` and `_PipelineScheduleRuntime`, as torch's `_load_csv` does.
     """

@@ -12,7 +12,7 @@ from slapo_zoo.pipeline.timeline import Span
 def record_step(
     model: Any, batch: Mapping[str, Any], micro_batches: int | None = None
 ) -> list[Span]:
-    """Run one `train_step`; return the timed actions of all pp ranks of this rank's pipeline, sorted by begin, on each.
+    """Run one `train_step`; return the timed actions of this rank's whole pipeline (all pp ranks), sorted by begin.
 
     Args:
         model: scheduled model with pp > 1; gradients are added to `.grad`.

@@ -269,8 +269,9 @@ def best_of(known: Known) -> int | None:
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
     """Return the number of the configuration to measure next while all in `known` (number --> outcome) have failed.
 
-    Of those in `left` (not measured yet) that surely need no more memory than any that ran out (if none does: of all)
-    it is the one of middle memory use, after three such failures the one of least; None if `left` is empty.
+    Candidates are those in `left` (not measured yet) that surely need no more memory than each one that ran out of it;
+    if there are none, all in `left`. Of the candidates, sorted from small to large memory use, the middle one is taken,
+    or once three configurations have run out of memory the first one. The result is None if `left` is empty.
     """
     if not left:
         return None

@@ -48,8 +48,8 @@ class Blame:
     def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
         """Return the first difference from the plain model, forward before backward; None if every module agrees.
 
-        `wrong_parameters` are names of parameters with wrong gradients; one of these parameters is the difference
-        if the recorded tensors agree until the backward has passed its module.
+        `wrong_parameters` are names of parameters with wrong gradients. The gradient of such a parameter is the first
+        difference if all recorded tensors agree until the backward has passed the parameter's module.
         """
         return self._forward() or self._backward(wrong_parameters)
 

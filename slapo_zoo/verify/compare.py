@@ -194,7 +194,7 @@ class Tolerance:
             name: name of the value.
             found: the value of the scheduled model.
             what: function that takes the value from a run.
-            scale: magnitude of the values that it was computed from, for the floor.
+            scale: magnitude of the values from which this value was computed; 8 fp32 eps times `scale` are allowed.
             rank: rank on which the value was computed, or None for all.
         """
         want = torch.as_tensor(what(self.truth)).double()

@@ -32,7 +32,7 @@ LEAST = -1e4  # numbers up to this hide in additive masks: -1e4, the least of a 
 
 
 class Verify:
-    """Context that compares what a model computes before and after a block of directives (`shard`, `sync`, ...).
+    """Context that compares what a model computes before and after a `with` block of directives (`shard`, ...).
 
     Outputs and every gradient are compared on all ranks, in the dtype of the model, with a tolerance of twice the
     rounding error that they had before the block, measured against fp64. Dropout is switched off. Afterwards the
@@ -172,10 +172,10 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare by name tensors `found` on a rank with those before the block, `want`; record the outcome in `into`.
+    """Compare by name tensors `found` on a rank with `want`, those of the model before the `with` block sharded it.
 
-    `check` is "outputs" or "gradients", `near` the tolerance. A missing or additional output is recorded as wrong,
-    a missing or additional gradient is skipped.
+    `check` is "outputs" or "gradients", `near` the tolerance, `into` the record of errors. A missing or additional
+    output is recorded as wrong, a missing or additional gradient is skipped.
     """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]

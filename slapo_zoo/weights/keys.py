@@ -132,7 +132,7 @@ class KeyMap:
         return [piece.spec for piece in pieces] or [spec]
 
     def pieces_of(self, spec: S) -> Iterator[Piece[S]]:
-        """Yield the pieces in which files store the tensor of `spec`; yield nothing if they store this tensor as one."""
+        """Yield the pieces (experts, or q, k, v) of the tensor of `spec` in files; nothing if files store it whole."""
         for rule in self.pieces:
             if not spec.name.endswith(rule.tensor):
                 continue

@@ -47,7 +47,7 @@ class Several:
         return {str(i): one.state_dict() for i, one in enumerate(self.each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each scheduler its entry of `state`, which `state_dict` of as many schedulers returned."""
+        """Give each scheduler its entry of `state`, a result of `state_dict`; for optimizers there is `give_state`."""
         for i, one in enumerate(self.each):
             one.load_state_dict(state[str(i)])
 
@@ -136,8 +136,8 @@ def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorS
 
 
 def _form(spec: TensorSpec, kept: Mapping[str, Any]) -> tuple[tuple[int, ...], str, Any]:
-    """Return (unsharded shape, dtype, placement) of a state tensor of the parameter `spec`; `kept` is the tensor's JSON
-    form {"$like": dtype}, with "shape" if that is not the parameter's.
+    """Return (unsharded shape, dtype, placement) of a state tensor of the parameter `spec`. `kept` is the tensor's JSON
+    form: {"$like": dtype}, and an entry "shape" if the tensor has another shape than the parameter.
     """
     like = "shape" not in kept
     return tuple(kept.get("shape", spec.shape)), kept["$like"], spec.placement if like else None

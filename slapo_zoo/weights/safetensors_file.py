@@ -64,7 +64,7 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Content of a safetensors header: tensor name --> Entry in the order of their bytes, and `__metadata__`."""
+    """Content of a safetensors header: {tensor name: Entry} in the order of the data, and `__metadata__`."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]

@@ -28,9 +28,9 @@ class Staging:
 
     Args:
         target: absolute path of the folder to be published.
-        mark: name of a file that an older folder at `target` must contain to be replaced, if that is no folder of a
-            model; None: it must be the folder of a model.
-        replaced: pattern of the files of the older folder that the new one has no need of.
+        mark: name of a file; an older folder at `target` is replaced only if it contains this file and is no folder of
+            a model. None: only the folder of a model is replaced.
+        replaced: pattern of names of files that are dropped with the older folder; its other files are kept.
 
     Attributes:
         path: hidden sibling of the target, which `create` makes.

@@ -126,5 +126,5 @@ def _no_value(text: str, numbers: Mapping[str, int], problem: str) -> ScheduleEr
 
 
 def _refused(text: str, problem: str) -> ScheduleError:
-    hint = "use integers and names with + - * // % and parentheses"
+    hint = "write a short formula of integers and names with + - * // % and parentheses"
     return ScheduleError("formula", f"{text!r:.80}", problem, hint)

@@ -147,7 +147,7 @@ class Outline:
 
 
 def _refuse_knobs(options: BuildOptions) -> None:
-    """Raise SlapoError for an option, e.g. `kernels`, that has no effect if the user passes the changes of modules."""
+    """Raise SlapoError for an option, e.g. `kernels`, that has no effect beside a schedule of the user's own."""
     for name in (
         "checkpoint_ratio",
         "sequence_parallel",

@@ -83,10 +83,10 @@ class Sizes:
 
 
 def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
-    """Return a small number of query heads that `ranks` ranks share as unevenly as the largest number in `heads`.
+    """Return a small number of query heads, which `ranks` ranks share as unevenly as the largest number in `heads`.
 
     The remainder over ranks stays the same, so do the query heads per KV head, and whether there are fewer KV heads than
-    ranks. `kv_heads` are the config's numbers of KV heads; [] if heads are not grouped.
+    ranks. `heads` are the config's numbers of query heads, `kv_heads` those of KV heads, [] if heads are not grouped.
     """
     most = max(heads, default=0)
     kv = min(kv_heads, default=most)

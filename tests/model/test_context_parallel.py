@@ -338,7 +338,7 @@ USES = {
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),
     "loss_function": (_own_loss_function, "model.loss_function | a loss function of your own would get labels that are already shifted and sharded over cp"),
     "replaced": (_replaced_core, "h.1.attn.core_attn | this attention was replaced"),
-    "other attention": (_other_attention, "core_attn | this attention was replaced or set to another"),
+    "other attention": (_other_attention, "core_attn | this attention or its attention function was replaced"),
 }  # fmt: skip
 
 

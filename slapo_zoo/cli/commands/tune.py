@@ -113,7 +113,7 @@ def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not values:
-            raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "write NAME=VALUE, e.g. batch_size=1,2,4")  # fmt: skip
+            raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "write e.g. --symbol tp=1,2 or --change num_hidden_layers=2")  # fmt: skip
         found[name] = [_typed(value) for value in values.split(",")]
     return found
 

@@ -96,9 +96,9 @@ class Sync(Directive):
 
     rewrite:  fwd_post: y --> op(y);  fwd_pre: x --> op(x);  bwd_post: dx --> op(dx)
               A row-parallel Linear, Conv1D or convolution adds its bias once, after the collective.
-              "RR->RS" and the eight others: see slapo_zoo.language.primitives.sync_reshard
-    errors:   unknown mode or op; an op that has no meaning in that mode, or for the output of a
-              sharded module: partial sums must be summed; columns and unsharded outputs must not
+              "RR->RS" and the eight other reshards: see slapo_zoo.language.primitives.sync_reshard
+    errors:   unknown mode or op; an op that cannot run in that mode; an op that does not fit the module's
+              output: partial sums must be added up, sharded columns and unsharded outputs must not
     source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
 
     Args:

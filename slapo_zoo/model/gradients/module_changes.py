@@ -59,7 +59,7 @@ def require_known_weights(model: Any, step: str) -> None:
     for names in groups if mesh.world_size > 1 else ():
         if len(apart := [name for name in names if name in found]) > 1:
             problem = f"the parameter was tied to {apart[0]}, and is a separate tensor now"
-            hint = "to train both apart, load a model whose config has tie_word_embeddings=False"
+            hint = "tie them again; or, to train both apart, load a model whose config has tie_word_embeddings=False"
             raise SlapoError(step, apart[1], problem, hint)
 
 

@@ -252,7 +252,7 @@ class ScheduledTrainer(Trainer):
 
 
 def _require_scheduled(where: str, model: Any, instead: str) -> None:
-    """Raise SlapoError unless `model` is scheduled; `where` names the call, `instead` is the second half of the hint."""
+    """Raise SlapoError unless `model` is scheduled; `where` names the call, `instead` says what else to do."""
     if not is_scheduled(model):
         problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(where, "model", problem, f"load it by AutoScheduledModel, or {instead}")
@@ -306,8 +306,8 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple
 def _clip_grad_norm(
     accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
 ) -> Tensor:
-    """Clip gradients of one scheduled model by their 2-norm over all ranks, or those of another module as Accelerate
-    does; return the norm. SlapoError unless `norm_type` is 2 and `parameters` are all that have gradients in the model.
+    """Clip gradients of a scheduled model by their 2-norm over all ranks, those of another module as Accelerate does;
+    return the norm. A scheduled model needs `norm_type` 2, and all its parameters with gradients, else SlapoError.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     given = {id(p) for p in parameters}
@@ -332,8 +332,8 @@ def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
 
 
 def _with_targets(step: Any, batch: Any, *given: Any, **options: Any) -> Any:
-    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if `targets` is none of them: gradients
-    of accumulated batches would be added, where `accelerator.backward` averages them.
+    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if the argument `targets` is missing or
+    None: without it gradients of accumulated batches would be added up, which `accelerator.backward` averages.
     """
     if options.get("targets", next(iter(given[2:]), None)) is None:  # the third after the batch
         problem = "found gradient_accumulation_steps > 1 and no targets: gradients would be added, not averaged"

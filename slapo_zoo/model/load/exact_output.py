@@ -1,4 +1,4 @@
-"""Join the outputs of a process's virtual ranks (threads, see `exact=`) to one output with a backward in the threads.
+"""Join outputs of a process's virtual ranks (threads, see `exact=`) to one output, whose backward runs in the threads.
 
 rewrite:  {rank: output}  -->  output of the process's rows;  d_output  -->  backward of each rank in its thread
 """

@@ -201,7 +201,7 @@ def require_core_attention(model: Any) -> None:
         config = getattr(modules.get(path.rpartition(".")[0]), "config", None)
         ours = str(getattr(config, "_attn_implementation", "")).startswith(NAME)
         if modules.get(path) is not core or not ours:
-            problem = "this attention was replaced or set to another: it would see one cp rank's keys"  # fmt: skip
+            problem = "this attention or its attention function was replaced: it would see one cp rank's keys"
             hint = "choose attention= when loading (sdpa or eager), or load with cp=1"
             raise SlapoError(WHERE, path, problem, hint)
 

@@ -1,7 +1,7 @@
 """Let users call a part of a model alone (`model.bert(...)`, an encoder, `get_image_features`).
 
-Such a call does what a call of the whole model does for its modules: it passes all tokens and tells which are padding,
-draws the dropout masks, and completes the gradients in the backward.
+Such a call does what a call of the whole model does for its modules: it casts weights and inputs to the compute dtype,
+gathers ZeRO's shards, chooses the dropout masks, and completes the gradients in the backward.
 """
 
 import functools
@@ -44,10 +44,8 @@ def _takes_cache(cls: Any) -> bool:
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a submodule of a model by `run(*args, **kwargs)` and return its output.
-
-    If no call of the model is running, first do what such a call does: cast to the compute dtype,
-    gather ZeRO's shards, choose the dropout masks, hook gradients.
+    """Run a submodule of a model by `run(*args, **kwargs)` and return its output. If no call of the model is running,
+    first do for the submodule what such a call does (see the top of this file).
     """
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):

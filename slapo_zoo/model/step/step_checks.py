@@ -97,7 +97,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
     if count > 1 and other:
         names = ", ".join(other)
         problem = f"{rows} rows are split into {count} micro-batches, but {names} cannot be"
-        hint = "give these entries one row per row of the batch, or pass micro_batches=1"
+        hint = "pass micro_batches=1; or give tensors one row per row of the batch, and no encoder outputs or KV cache"
         raise SlapoError("train_step", "batch", problem, hint)
 
 

@@ -248,10 +248,11 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return two lists with a number of targets per loss term: the caller's, or None; this rank's, to be summed over dp.
+    """Return (list of the caller's numbers of targets, one per loss term, or None; list of this rank's numbers, which
+    are to be summed over dp, [] where no sum is needed). A target is a label that counts in the mean loss.
 
-    A target is a label that counts in the mean loss. `tensors` are the entries of the batch with a batch axis, `whole`
-    the others; `parts` is the number of micro-batches over all dp ranks. The second list is [] where no sum is needed.
+    `tensors` are the entries of the batch with a batch axis, `whole` the others; `parts` is the number of micro-batches
+    over all dp ranks.
     """
     targets = options.targets
     if options.loss_fn is None:
@@ -353,7 +354,7 @@ def _accumulate(
 
 
 class LogitsKept:
-    """Logits of all micro-batches, on the ranks of the last stage.
+    """Store of the logits of all micro-batches on the ranks of the last stage, which send them to all other ranks.
 
     rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
 

@@ -27,7 +27,7 @@ class Saving(Future):
         self.told = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the save, at most `timeout` seconds (None: for ever); raise its error if it failed."""
+        """Wait for the save, and raise its error if it failed; TimeoutError after `timeout` seconds (None: never)."""
         self.exception(timeout)
         return super().result(0)
 

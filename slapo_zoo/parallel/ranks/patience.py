@@ -163,7 +163,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have reached the step less often than this rank, `number` times; RankError if one has failed
+    """Return the late ranks: this rank has reached the step `number` times, these less often. RankError if one failed
     or is silent. `what` names the step in messages, `place` is its key in the store; the wait began `seconds` ago.
     """
     heart = heartbeat.current()

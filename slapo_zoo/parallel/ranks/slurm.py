@@ -14,8 +14,8 @@ NAMES = {
 def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return {RANK, WORLD_SIZE, ...: value} for a process that srun started; {} for any other process.
 
-    If MASTER_ADDR and MASTER_PORT are not set, the address is the first host of the step, and the port is
-    computed from the job id; then a batch script, or a step of one task (`srun --pty`), gives {}.
+    If MASTER_ADDR or MASTER_PORT is not set, the result has both: the first host of the step, and a port computed
+    from the job id. In that case a batch script, or a step of one task (`srun --pty`), gives {}.
     Source: https://slurm.schedmd.com/srun.html, output environment variables.
     """
     if not env.keys() >= set(NAMES.values()):

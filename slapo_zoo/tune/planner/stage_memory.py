@@ -178,7 +178,7 @@ def _resident(
     """Return (weight bytes, gradient bytes, bytes of optimizer states) that a rank holds during a step.
 
     With ZeRO a rank holds shards of the parameters that the optimizer updates, and unsharded weights to compute with:
-    all `count` parameters, or with ZeRO-3 the `around` parameters outside blocks. `precision` has the bytes of each.
+    all `count` parameters, or with ZeRO-3 the `around` ones outside blocks. `precision` has the bytes per parameter.
     """
     n, stage = layout.dp_shard, layout.zero_stage
     if n == 1:

@@ -46,7 +46,7 @@ def read(folder: Path, name: str, root: Path | None = None) -> bytes:
     except OSError as error:
         link = path.is_symlink()
         problem = "found a symbolic link" if link else f"cannot be read: {error.strerror}"
-        hint = "replace it by a regular file that can be read"
+        hint = "put a regular file that can be read at this path"
         raise CardError("card", str(path), problem, hint) from None
     info = os.fstat(handle)
     if not stat.S_ISREG(info.st_mode):

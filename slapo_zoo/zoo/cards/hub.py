@@ -78,7 +78,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
         folder = Path(snapshot_download(pinned.repo_id, revision=pinned.revision, allow_patterns=patterns))  # fmt: skip
     wanted = files.PYTHON if with_python else files.PROGRAM
     if not (folder / wanted).exists():
-        hint = "check the name; a schedule in Python needs trust_remote_code=True and a sha"
+        hint = "check name and revision: a card has schedule.json or, for trust_remote_code=True and a sha, schedule.py"
         raise CardError("card", str(reference), f"{wanted} is missing", hint)
     return Pulled(folder, folder.parent.parent, pinned)
 

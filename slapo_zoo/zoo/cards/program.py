@@ -170,7 +170,7 @@ def _check(document: Any, where: str) -> None:
         error = error.context[0]
     if error is not None:
         place = ".".join(str(part) for part in error.absolute_path) or "document"
-        hint = f"see the schema of {schema()['title']}; primitives: {', '.join(PUBLISHABLE)}"
+        hint = f"see the schema of {schema()['title']} (docs/cards.md); primitives: {', '.join(PUBLISHABLE)}"
         raise CardError(where, f"{place:.200}", f"{error.message:.300}", hint)
 
 
