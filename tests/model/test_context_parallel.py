@@ -337,7 +337,7 @@ USES = {
     "engine": (lambda model: init_target_engine(model, "torch", data_parallel="ddp"), "init_target_engine | data_parallel='ddp' | not supported together with cp=2"),
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),
     "loss_function": (_own_loss_function, "model.loss_function | a loss function of your own would get labels that are already shifted and sharded over cp"),
-    "replaced": (_replaced_core, "h.1.attn.core_attn | this attention was replaced"),
+    "replaced": (_replaced_core, "h.1.attn.core_attn | this attention or its attention function was replaced"),
     "other attention": (_other_attention, "core_attn | this attention or its attention function was replaced"),
 }  # fmt: skip
 
