@@ -16,7 +16,7 @@ STRIPS = 64  # row strips of the backward; each has a partial sum of the bias gr
 
 @triton.jit
 def _act(h, KIND: tl.constexpr):
-    """Return the activation of h and its derivative; KIND chooses gelu, tanh gelu, relu or silu."""
+    """Return the activation of h and its derivative; KIND is "gelu", "gelu_tanh", "relu" or "silu"."""
     if KIND == "relu":
         y = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
         d = tl.where(h > 0, 1.0, 0.0)

@@ -67,7 +67,7 @@ def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run the LM head `module` on hidden states [..., H]; return logits, in training LogitsOnDemand, computed when read."""
+    """Run the LM head `module` on hidden states [..., H]; return logits, which in training are computed when read."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731

@@ -229,7 +229,7 @@ class Encoder:
             if wrong := [one for one in held if not FITS[wanted](one)][:1]:
                 problem = f"found {wrong[0]!r:.60}, expected {wanted}"
                 column = f"column {self.columns[role]!r}"
-                hint = f"correct this column, or name another one as {role}"
+                hint = f'correct this column, or name another one: columns={{"{role}": "NAME"}}'
                 raise DataError("data", column, problem, hint)
             if "class" in wanted:
                 found[role] = [_named_in(self.classes, one) for one in held]

@@ -217,7 +217,7 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
         modules: path --> module of a model.
         stream: random stream of the model, which says how the running step's tokens are sharded.
         positions: how the model positions its tokens: with "relative" (T5) position biases are replaced, with "placed"
-            (BART) position embeddings. With any value, scores (GPT-J) and length-dependent rotary embeddings are.
+            (BART) position embeddings. Scores (GPT-J) and length-dependent rotary embeddings are always replaced.
     """
     for path, module in modules.items():
         if positions == "relative" and hasattr(module, "compute_bias"):

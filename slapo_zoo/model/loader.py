@@ -181,7 +181,7 @@ def _take_generation_config(model: Any, folder: Path | None) -> None:
             found = GenerationConfig.from_pretrained(folder, name, **kind)
         except (OSError, TypeError, ValueError) as error:
             problem = f"no generation config can be read: {str(error).strip().splitlines()[0]}"
-            hint = "correct this file, or remove it: defaults hold then"
+            hint = f"correct this file{'' if kind else ', or remove it: config.json then holds'}"
             raise WeightsError(str(file), "", problem, hint) from error
         model.generation_config = found
         return
@@ -308,11 +308,11 @@ def _build(
 
     Args:
         step: name of the running call ("from_pretrained"), for errors.
-        options: options of the user, after `checked`.
+        options: options of the user, already checked, with the device to load to.
         mesh: mesh of all ranks.
         config: config of `transformers`.
         stored: function that returns the dtype of the parameters for dtype="auto", e.g. the checkpoint's.
-        fill: function that gives the parameters of an Assembly their values; returns a record of the load.
+        fill: function that gives values to the parameters of the unfinished model, an Assembly; returns a load record.
         folder: folder of the checkpoint; None for a model with new weights.
         prepare: (options, config, mesh, dtype) --> options to build with; None leaves them unchanged.
     """

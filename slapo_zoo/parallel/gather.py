@@ -42,7 +42,7 @@ def gather(
         local: name --> this rank's tensor.
         specs: name, unsharded shape and sharding of each tensor.
         mesh: mesh with this rank.
-        group: process group of all ranks; with nccl (None: the default group) the GPU of rank 0 holds all shards.
+        group: process group of all ranks; None: the default group. With nccl the GPU of rank 0 holds all shards.
     """
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
@@ -64,7 +64,7 @@ def _packed(tensor: Tensor) -> tuple[Any, torch.dtype, torch.Size]:
 
 
 def _unpacked(data: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor of `_packed`'s bytes, dtype and shape."""
+    """Return the tensor with the bytes `data`, a NumPy array, and this dtype and shape."""
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 

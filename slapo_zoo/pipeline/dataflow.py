@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor that a block, embedding or head returned: output leaf `leaf` of the forward's call no. `call`."""
+    """Identity of a tensor: output leaf `leaf` of call `call`, an index over all calls of units (blocks, heads)."""
 
     call: int
     leaf: int

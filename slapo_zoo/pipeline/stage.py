@@ -126,7 +126,7 @@ class Stage(InFlightStage):
         path = failed_module(self.submod.get_submodule("model"), cause)
         where = f"stage {self.stage_index}, micro-batch {micro_batch}{path and ', '}{path}"
         problem = f"{type(cause).__name__}: {cause}"
-        hint = f"look at this module and its inputs; the stage holds the modules {self.units}"
+        hint = f"look at {path or 'the stage'} and its inputs; the stage holds the modules {self.units}"
         named = StageError(where, NAMES[kind], problem, hint)
         named.__cause__ = cause
         return named

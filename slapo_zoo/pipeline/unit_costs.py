@@ -104,7 +104,7 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
     Args:
         model: unscheduled model on meta; only its class and config are used.
         units: paths of the modules that are never split between stages: blocks, embeddings, heads.
-        seq_len: tokens per row; None for `usual_tokens`.
+        seq_len: tokens per row; None takes the model's positions, at most 512.
     """
     tokens = seq_len or usual_tokens(model.config)
     counted = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens

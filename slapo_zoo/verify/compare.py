@@ -294,7 +294,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """Return f if every gradient in `found` is f times the plain model's in `want`; None if no f is, or if f is 1."""
+    """Return f if every gradient in `found` is f times the plain model's in `want`; None if no f but 1 is found."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]

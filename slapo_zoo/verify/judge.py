@@ -91,7 +91,7 @@ def judge(
 def compare_dropout(into: Comparison, trial: Trial) -> None:
     """Run a training step with dropout on the mesh; record in `into` which replicated parameters differ between ranks.
 
-    If the model draws random numbers, its loss and gradients are compared with those of one rank too.
+    If the model draws random numbers, its loss and gradients are compared with those of a run on one rank too.
     """
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:

@@ -107,7 +107,7 @@ def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]
     counts = layer_fields(config).values()
     if not counts:
         problem = f"a {type(config).__name__} does not say how many layers there are"
-        raise SlapoError("verify", "--layers", problem, "leave --layers out, or pass --full")
+        raise SlapoError("verify", "--layers", problem, "leave it out, or pass --full instead")
     last, seen = max(0, max(counts) - LAYERS_AT_ONCE), set()
     if outline.table.calls:  # one shared block: every stretch is the same
         last = 0

@@ -115,7 +115,7 @@ class Report:
     def raise_if_wrong(self, where: str) -> None:
         """Raise a VerifyError with the text of this report, unless all agrees; `where` names the caller in the error."""
         if not self.ok:
-            missing = "add the directive that is missing: a shard, or a sync at a sharded module"
+            missing = "add the directive that is missing (shard, or sync at a sharded module), or correct one that fails"
             hint = "repair the directives named above" if self.directives else missing
             raise VerifyError(where, "", str(self), hint)
 

@@ -54,7 +54,7 @@ def linear(piece: "memoryview | bytes") -> int:
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return the linear part of the CRC-32 (`linear`) of rows `stride` bytes apart, as if all bytes between were zeros.
+    """Return the part of the CRC-32 that is linear over GF(2), of rows `stride` bytes apart with zeros between them.
 
     Args:
         piece: bytes of the rows, one after the other.

@@ -61,7 +61,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch raises many types on damaged bytes
         problem = f"found no plain state dict: {str(error).partition(chr(10))[0]:.200}"
-        hint = "fetch the file again; a pickle that holds more than tensors is never loaded"
+        hint = "fetch the file again, or save model.state_dict() alone: no pickle of more than tensors is loaded"
         raise WeightsError(str(path), "", problem, hint) from error
     if not isinstance(found, dict):
         problem = f"found a {type(found).__name__}, expected tensors by name"

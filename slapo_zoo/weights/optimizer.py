@@ -53,7 +53,7 @@ class Several:
 
 
 def as_one(given: Any) -> Any:
-    """Return `Several` for a list or tuple of optimizers or schedulers; any other value as it is."""
+    """Combine a list or tuple of optimizers, or of schedulers, into one object; return any other value unchanged."""
     return Several(given) if isinstance(given, list | tuple) else given
 
 
@@ -265,7 +265,7 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
     """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
-            problem = f"the saved group has an option {name!r}, the given optimizer's has none"
+            problem = f"the saved parameter group has an option {name!r}, which that of the given optimizer lacks"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
         if None not in (value, ours) and kinds(value) != kinds(ours):

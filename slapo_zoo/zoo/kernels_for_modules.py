@@ -167,7 +167,8 @@ def _size(config: Any, kernel: Kernel) -> int:
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
     """Return `choices`, with a kernel rejected if all its modules lie inside modules that another accepted kernel replaces.
 
-    A kernel inside might never run. Outer kernels registered with `runs_inside` and inner ones with `innermost` are exempt.
+    A kernel inside might never run. Outer kernels that call the children (`runs_inside`) do not reject, and kernels of
+    linears (`innermost`), which every outer kernel calls, are not rejected.
     """
     hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
     served = {path: c for c in hiding for path in sch[c.pattern].paths}

@@ -81,8 +81,7 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     count heads or columns become those of this rank.
 
     `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
-    `attributes` are pairs (attribute of the module, "" if the attribute counts heads; the name of the number of columns
-    of a head, e.g. "head_dim", if it counts columns).
+    `attributes` are (name, "") for a count of heads, (name, "head_dim") for a count of columns, head_dim for each head.
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 

@@ -95,7 +95,7 @@ class Best:
         return {**vars(self), "loss": loss}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore this record from a dict that the method `state` returned; None or another metric's changes nothing."""
+        """Restore this record from a dict that the method `state` returned; do nothing for None or another metric."""
         if state and state.get("metric", self.metric) == self.metric:
             vars(self).update({**state, "loss": math.inf if state["loss"] is None else state["loss"]})  # fmt: skip
 

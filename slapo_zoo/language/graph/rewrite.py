@@ -178,7 +178,7 @@ def finish(owner: fx.GraphModule) -> None:
 
 
 def hand_out(call: fx.Node, outputs: Sequence[fx.Node], single: bool) -> None:
-    """Replace all uses of each old output by an item of the result of `call`, or, if `single`, by the result itself."""
+    """Replace all uses of `outputs[i]` by item i of the result of `call`, or, if `single`, by the result itself."""
     for i, output in enumerate(outputs):
         graph = call.graph
         new = call if single else graph.call_function(operator.getitem, (call, i))

@@ -153,7 +153,7 @@ class OwnDropout(TorchFunctionMode):
         site: the module whose forward runs, with its path.
         tokens: True if, in steps with sequence parallelism, inputs hold only the tokens of this rank.
         name: name from which the random numbers are derived, by default the path; it may differ between ranks.
-        child: record of the child `ForkRng.after`, whose output is sharded along the last axis; None without one.
+        child: record of the linear named by `ForkRng.after`, whose output is sharded along the last axis, or None.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class Calls:
         state.forward, state.random.again, state.random.cut = forward, position, forward.cut
 
     def open(self) -> None:
-        """Begin a backward: group parameters into buckets for all-reduces; autograd calls `_end` after the backward."""
+        """Begin a backward: group parameters into buckets for all-reduces, which `_end` completes at the end."""
         if self.guard.on_ranks and not runs_a_rank():  # a collective would wait for ever
             problem = "a term of the loss reads weights of virtual ranks outside their threads"
             hint = "return it from loss_fn of train_step, or use the optimizer's weight_decay"

@@ -24,11 +24,11 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.once import refuse_graph
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 
-_OWN_HINT = "call loss.backward(); or call grad within model.no_sync(), and average over model.mesh.group('loss')"
+_OWN_HINT = "call loss.backward(); or call grad within model.no_sync(), and average gradients over model.mesh.group('loss')"
 
 
 class GradientReducer:
-    """Reducer that sums the gradients of one model over tp and averages them over dp, in backwards or after a step.
+    """Reducer that sums the gradients of one model over tp and averages them over dp, during or after its backwards.
 
     Attributes:
         over_dp: True if gradients are averaged over dp here, not by an engine.

@@ -38,7 +38,7 @@ APART = {  # dim of the mesh --> problem and hint of an error about replicas
         "call optimizer.step() on all ranks or on none, and average gradients of torch.autograd.grad over dp",
     ),
     "tp": (
-        "tp ranks have different values of a replicated weight: changed by the norm of one rank's shards (SAM)?",
+        "tp ranks have different values of a replicated weight, as after a change scaled by one rank's norm (SAM)",
         "take the norm from model.clip_grad_norm_(float('inf')), and seed torch equally on all tp ranks",
     ),
 }
@@ -136,7 +136,7 @@ class StepGuard:
     def before_step(self) -> None:
         """Raise MeshError on all ranks if the user's code scaled gradients by different factors on different ranks.
 
-        The gradients are compared with the sample that `complete` copied at the end of the last backward.
+        The gradients are compared with copies of some of their elements, made at the end of the last backward.
         """
         if not self.fresh:
             return
@@ -161,8 +161,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` has for each rank the result of `_factors`, [9][4] numbers. Columns 2 and 3, the weighted sums of elements
-        and the norms of replicated gradients, are compared. `loosely` is the relative difference that is allowed.
+        `rows` has for each rank the table [9][4] that `_factors` returns. Columns 2 and 3 of its rows 0 to 7, sums and
+        norms of replicated gradients, are compared. `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -288,7 +288,7 @@ def _unlike_outside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
     shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
     problem = f"{mesh_dim} ranks have different values or gradients of parameters outside the model: {shapes}"
     hint = (
-        "initialise them equally and use them in the loss_fn of train_step, or wrap their module: "
+        "initialise them equally and use them in the loss_fn of train_step; for dp ranks alone, wrap their module: "
         "DistributedDataParallel(head, process_group=model.mesh.group('dp'))"
     )
     return MeshError("optimizer.step", "parameters outside the model", problem, hint)

@@ -51,7 +51,7 @@ class StepOptions:
     """Arguments of `Scheduled.train_step`, without the batch.
 
     Args:
-        micro_batches: number of equal parts of the rows; None takes the default.
+        micro_batches: number of equal parts of the rows; None takes the model's default.
         return_logits: True returns the model's output object with all logits.
         targets: for gradients accumulated over several batches: for each loss term the number of labels that count, in
             all of these batches on this dp rank; None counts those of this batch.
@@ -207,7 +207,7 @@ def check(
 def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
-    """Prepare a step on all ranks (collective): number its rows, sum the numbers of its labels over dp, choose its loss.
+    """Prepare a step on all ranks (collective): give rows global indices, sum label counts over dp, choose the loss.
 
     Args:
         model: a scheduled model.

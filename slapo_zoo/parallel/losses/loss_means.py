@@ -131,7 +131,7 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             self.in_own = False
         if not getattr(loss, _SHARE, False):
-            what = "something else than a sum of mean losses times constants"
+            what = "something else than a sum of constants times means that these functions return"
             raise _refusal(f"loss_function returns {what}", OF_OWN)
         return loss
 

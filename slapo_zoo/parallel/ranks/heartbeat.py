@@ -90,7 +90,7 @@ class Heart:
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:
-        """Return how many times a rank has called `come(place)`, over all ranks."""
+        """Return how many times ranks have reached the point named `place`, all together: the counter of `come`."""
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:

@@ -122,7 +122,7 @@ class Family:
             scores: whether attention with dropout writes its scores to memory.
             parts: whether under sequence parallelism a rank keeps only its own tokens for the backward.
             cp: ranks that shard the tokens of each row.
-            cp_attention: how attention sees the tokens of all cp ranks.
+            cp_attention: how attention sees the tokens of all cp ranks: "gather", "ulysses" or "ring".
         """
         mesh = Mesh(tp=tp, cp=cp, rank=tp * (cp - 1))
         outline = Outline(self.small, self.cls, mesh, dtype, attention=attention,
@@ -154,7 +154,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return (path, value) pairs of the full model from those of the smaller, whose middle block stands for all."""
+        """Convert (path, value) pairs of the smaller model to those of the full one, by repeats of the middle block."""
         found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")

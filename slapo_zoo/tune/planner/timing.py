@@ -43,7 +43,7 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
     """Return the operations of `batch` products [m, k] x [k, n], counted so that tiles and waves which are not full
     cost as much as full ones.
 
-    `count` is the number of multiprocessors, `fill` the extra inner size per tile. The best tile shape is taken.
+    The best tile shape for `count` multiprocessors is taken. To begin and end a tile costs as much as `fill` more in k.
     """
     return min(
         math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / count)

@@ -201,7 +201,7 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether a path pattern equals one of `others`, or matches modules inside those of one of `others`."""
+    """Return whether a path pattern is one of the patterns `others`, or matches modules inside those of one of them."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
