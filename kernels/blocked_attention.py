@@ -387,7 +387,7 @@ def _first(buffer: Tensor, shape: Any) -> Tensor:
 
 
 def _add_diagonals_(total: Tensor, ds: Tensor, rows: slice, keys: slice, S: int) -> None:
-    """Add gradients of scores, ds [H, `rows`, `keys`], to total [H, S + T - 1] at index j - i + S - 1, in place."""
+    """Add ds [H, `rows`, `keys`], gradients of scores (query i, key j), in place to total [H, S + T - 1] at j - i + S - 1."""
     H, n, m = ds.shape
     wide = torch.nn.functional.pad(ds.to(total.dtype).flip(1), (0, n))
     wide = wide.flatten(1)[:, : n * (n + m - 1)]

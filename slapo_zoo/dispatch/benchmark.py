@@ -174,8 +174,8 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
     """Return ({bucket: `path` or "torch"}, {bucket: smallest ratio of an alternative's time to the kernel's}).
 
     `rows` are results of `measure`; a bucket is the text kernel:dtype:size. A bucket gets `path` ("ours" or "triton":
-    the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any measurement, and one
-    was at least 2 % slower in one. torch.compile is not compared: the model around the kernel is not compiled.
+    the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any measurement, and an
+    alternative was at least 2 % slower in some measurement. torch.compile is not compared: models run uncompiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:

@@ -82,7 +82,7 @@ def repeated(x: Tensor, groups: int) -> Tensor:
 
 
 def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
-    """Return x [B, K, t, d] all-gathered over the n cp ranks as [B, K * groups, n * t, d], without gradient."""
+    """All-gather x [B, K, t, d] over n cp ranks, repeat each head `groups` times: [B, K * groups, n * t, d], no gradient."""
     with torch.no_grad():
         return repeated(cut.whole_of_numbers(x, 2), groups)
 

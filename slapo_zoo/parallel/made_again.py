@@ -38,7 +38,7 @@ class Maker:
 
 
 class Again(NamedTuple):
-    """Handle that autograd saves for a view of `maker`'s tensor; `layout` is the view's (size, stride, storage offset)."""
+    """Handle that autograd saves in place of a view with `layout` (size, stride, storage offset) of the tensor of `maker`."""
 
     maker: Maker
     layout: tuple[Any, Any, int | torch.SymInt]

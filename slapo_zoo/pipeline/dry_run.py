@@ -237,9 +237,8 @@ def program_of(
 
 
 def _source(cls: Any) -> tuple[Any, ...]:
-    """Return weak references to the functions, classes and forwards in the Python module of `cls`, as part of a key.
-
-    The key then differs after a user has replaced one of them.
+    """Return weak references to the functions, classes and forwards in the Python module of `cls`. As a part of the cache
+    key of a dry run they change the key once a user has replaced one of them.
     """
     parts = [part for part in vars(sys.modules[cls.__module__]).values() if isinstance(part, FunctionType | type)]  # fmt: skip
     forwards = (getattr(part, "forward", None) for part in parts)

@@ -173,7 +173,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: received tensors, tensors to send, index of the last unit call (e.g. of a block)."""
+    """State of a stage's running forward: received tensors, tensors to send, number of the newest unit call (a block's, ...)."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -324,7 +324,7 @@ def _readable(unit: str, name: str, found: Any) -> Any:
 
 
 def _used_elsewhere(path: str, use: str) -> ScheduleError:
-    problem = f"found {use} on a pipeline stage that does not hold its weights"
+    problem = f"found {use}, which another pipeline stage holds"
     hint = "use pp=1: with pp > 1 a forward may use weights of its own stage only"
     return ScheduleError(path, "pipeline", problem, hint)
 

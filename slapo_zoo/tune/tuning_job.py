@@ -79,7 +79,7 @@ def check_changes(model: str, changes: Mapping[str, Any]) -> None:
     config, _ = config_of(model)
     for name in changes:
         if not hasattr(config, name) and name not in UNSAID:
-            near = ", ".join(nearest(name, config.to_dict()))
+            near = ", ".join(nearest(name, config.to_dict()) or ["none"])
             hint = f"use a field of the config; nearest: {near}"
             problem = f"{type(config).__name__} has no such field"
             raise SlapoError("tune", f"--change {name}", problem, hint)

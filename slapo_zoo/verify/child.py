@@ -140,7 +140,7 @@ def _of_program(
 
 
 def main() -> None:
-    """Read a request to verify or derive from stdin, and write its answer as JSON in the last line of stdout."""
+    """Read a JSON request, as `answer` takes it, from stdin; write its answer as JSON in the last line of stdout."""
     gc.freeze()  # else the collector scans all objects of torch again after each emulation of ranks
     try:
         found = answer(json.load(sys.stdin))

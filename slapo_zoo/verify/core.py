@@ -157,7 +157,7 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Return a difference that no module explains (the loss, one factor of all gradients, their norm), else `divergence`.
+        """Return a difference that no module explains (loss, norm, or one factor in all gradients), else `divergence`.
 
         `divergence`, the first module that differs or None, comes first if its forward differs. If the norm is wrong
         because replicated parameters have different gradients on the ranks that hold them, the result is None.
@@ -190,10 +190,8 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of modules with a directive whose attribute `field` is "all_reduce_twice" or "num_experts".
-
-        `field` "sync_op_or_fn" finds `sync` directives that leave partial sums as gradients; "count" finds the
-        directives that shard a number of experts.
+        """Return the paths of modules with a directive that leaves partial sums as gradients (`field` "sync_op_or_fn"), or that
+        shards a number of experts (`field` "count"): the attribute `field` of the directive has a value in `meant`.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

@@ -266,7 +266,7 @@ def reached(logits: Tensor) -> Tensor:
 
 
 def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
-    """Return the path of the first module whose output in `plain` is not that of cp `ranks`; "the head" if all agree."""
+    """Return the path of the first module whose output in `plain` is not equal to that of the cp `ranks`; else "the head"."""
     for path, want in plain.items():
         parts = [seen[path] for seen in ranks if path in seen]
         if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):

@@ -138,7 +138,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, directive as source text) for every directive that changed a module of `paths`, in their order."""
+    """Return (path, directive as source text) of every directive that changed a module of `paths`, in the order of `paths`."""
     found = []
     for path in paths:
         for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):

@@ -77,7 +77,7 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
 
 
 def _with_all_kinds(config: Any, cls: Any, sizes: Sizes) -> Sizes:
-    """Return `sizes` with enough layers for a tiny model to have each kind of module of the model, e.g. late experts."""
+    """Return `sizes` with enough layers for a tiny model to have each kind of module, also one that only later layers have."""
     kinds, least = _kinds(config, cls), sizes.layers
     tried = [replace(sizes, layers=n * least) for n in (1, 2, 3, 4)]
     return min(tried, key=lambda one: len(kinds - _kinds(tiny(config, one), cls)))

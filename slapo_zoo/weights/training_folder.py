@@ -92,7 +92,7 @@ def open_training(
     state = read_state(path) if needs_state or (path / FILE).exists() else {}
     expected = kept.save if kept is not None else None
     if state and state.get("save") != expected:
-        problem = f"found the save id {state.get('save')!r:.40}, expected {expected!r:.40} by {checksums.FILE}"
+        problem = f"found the save id {state.get('save')!r:.40}, expected {expected!r:.40} {'by' if kept else 'without a'} {checksums.FILE}"
         raise WeightsError(str(path / FILE), "save", problem, "copy all files of one save")
     with ExitStack() as stack:
         model = stack.enter_context(open_checkpoint(path, allow_pickle).open_all())

@@ -113,7 +113,8 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
         if attention is not None or str(theirs) not in ATTENTION:  # a dict is one for each part
             found = f"attn_implementation={theirs!r}" + (f", attention={attention!r}" if attention else "")  # fmt: skip
             problem = f"expected one of {', '.join(ATTENTION)}, and no attention= beside it"
-            raise SlapoError(WHERE, found, problem, "pass attention= alone")
+            hint = f"pass attention= alone, one of {', '.join(ATTENTION.values())}"
+            raise SlapoError(WHERE, found, problem, hint)
         attention = ATTENTION[theirs]
     older = given.pop("torch_dtype", None)
     return attention, next((d for d in (dtype, older) if d not in (None, "auto")), "auto")

@@ -88,8 +88,8 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
     """Return the rule that divides attributes of a module, such as its number of heads, by tp. `attributes` are pairs
-    (attribute, name of the number of columns per head, or "" if the attribute counts heads), `together` names the
-    number of query heads per KV head. `kv` True: heads are KV heads, at least 1 per rank.
+    (attribute, "" if it counts heads; if it counts columns, the name of the size "columns per head"). `together` is the
+    name of the size "query heads per KV head"; `kv` True: the heads are KV heads, of which each rank has at least 1.
     """
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes

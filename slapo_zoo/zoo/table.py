@@ -242,7 +242,7 @@ def table_for(model_type: str, more: str = "") -> Table:
     if model_type not in ZOO:
         near = nearest(model_type, names)
         file = f"schedules/{model_type}.py"
-        hint = f"nearest: {near}; to add one, write {file} (CONTRIBUTING.md){more}"
+        hint = f"nearest: {near or 'none'}; to add this one, write {file} (CONTRIBUTING.md){more}"
         problem = f"slapo_zoo has no sharding rules for this model family; it has rules for {', '.join(names)}"
         raise ArchitectureError("zoo", f"model_type={model_type!r}", problem, hint)
     return ZOO[model_type]

@@ -78,7 +78,7 @@ class Sizes:
         return replace(self, heads=few, head_size=head_size, layers=layers, image=image)
 
     def with_remainder(self, size: int, given: int) -> int:
-        """Return a size near `size` that leaves the same remainder as `given` when it is divided by `ranks`."""
+        """Return a size near `size` with the remainder that `given` has if divided by the number of tp ranks, `self.ranks`."""
         return min(given, size - size % self.ranks + given % self.ranks) if self.ranks else size
 
 

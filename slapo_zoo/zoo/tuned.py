@@ -55,7 +55,7 @@ SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def shape_name(config: Any) -> str:
-    """Return family and sizes of a model, "gpt2 hidden_size=1600 ..." (no vocabulary), under which its plans are stored."""
+    """Return a model's family and sizes except its vocabulary, "gpt2 hidden_size=1600 ...", the name of its stored plans."""
     parts = {"": config} | {
         f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
     }  # fmt: skip

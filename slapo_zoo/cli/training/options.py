@@ -151,7 +151,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
      "auto_find_", "data_seed", "ignore_data_", "per_device_eval_", "eval_accumulation_", "eval_do_concat_", "eval_use_gather_",
      "include_for_metrics", "batch_eval_", "prediction_loss_"): (
         "a run makes its own batches, which are the same in every layout", "use batch_size, seq_len and seed"),
-    ("neftune_", "eval_on_start", "label_smoothing_", "average_tokens_"): (
+    ("neftune_", "label_smoothing_", "average_tokens_"): (
         "the loss is that of the model's head, the same in every layout and after a resume",
         "call ScheduledTrainer from a program (docs/trainer.md)"),
     ("torch_compile", "use_liger_", "liger_", "activation_", "gradient_checkpointing_", "fsdp", "ddp_", "parallelism_", "bf16_full_",
@@ -162,7 +162,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
         "a run writes one kind of checkpoint, which every layout resumes", "use checkpoint, save_steps, output or best"),
     ("logging_strategy", "log_on_each_", "log_level", "logging_nan_", "include_num_", "disable_tqdm", "skip_memory_", "debug"): (
         "every step is logged, once for all ranks", "use log_file, logging_steps or report_to"),
-    ("eval_strategy", "do_"): ("the data decide whether a run evaluates", "use eval_data, eval_split or eval_share, and eval_steps"),
+    ("eval_strategy", "eval_on_start", "do_"): ("the data decide whether a run evaluates", "use eval_data, eval_split or eval_share, and eval_steps"),
 }  # fmt: skip
 
 
@@ -181,6 +181,14 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 
 
+def _not_yaml(error: Exception) -> str:
+    """Return what is wrong in a text that is not YAML, after the line and column if the parser's `error` has them."""
+    mark, lines = getattr(error, "problem_mark", None), str(error).splitlines()
+    said = ", ".join(line.strip() for line in lines if not mark or not line.startswith(" "))
+    said = f"line {mark.line + 1}, column {mark.column + 1}: {said}" if mark else said
+    return f"this is not valid YAML: {said}"
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return {option name: value} from the YAML file `path`, each value checked and converted to the option's type."""
     hint = "write one `key: value` per line"
@@ -190,8 +198,7 @@ def read_config(path: Path) -> dict[str, Any]:
         hint = "slapo-zoo init writes one"
         raise ConfigError(str(path), "--config", "found no such file", hint) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = f"this is not valid YAML: {str(error).splitlines()[0]}"
-        raise ConfigError(str(path), "--config", problem, hint) from None
+        raise ConfigError(str(path), "--config", _not_yaml(error), hint) from None
     if not isinstance(found, dict):
         problem = f"found {type(found).__name__}, expected keys and values"
         raise ConfigError(str(path), "--config", problem, hint)
@@ -210,8 +217,7 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
             value = ConfigLoader(text).get_single_data()
         except yaml.YAMLError as error:
             hint = "write the value as in YAML, in quotes where it has brackets"
-            problem = f"this is not valid YAML: {str(error).splitlines()[0]}"
-            raise ConfigError("--set", word, problem, hint) from None
+            raise ConfigError("--set", word, _not_yaml(error), hint) from None
         entries = held if isinstance(held := found.get(key), dict) else {}
         found[key] = {**entries, entry: value} if entry else value
     return checked(found, "--set")
@@ -283,7 +289,7 @@ def _value(key: str, value: Any, where: str) -> Any:
     if key not in known:
         for names, why in REFUSED.items():
             if key.startswith(names):
-                raise ConfigError(where, key, *why)
+                raise ConfigError(where, key, f"this option is refused: {why[0]}", why[1])
         near = difflib.get_close_matches(key, [*known, *ELSEWHERE], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         hint = f"use {ELSEWHERE[near[0]]}" if near and near[0] in ELSEWHERE else hint

@@ -229,7 +229,7 @@ class Run(ScheduledTrainer):
 
 
 class Ending(TrainerCallback):
-    """Trainer callback that saves the best model so far, and ends a run that a signal stops or that is over.
+    """Trainer callback that saves the best model so far, and ends a run after a signal or when `Run.is_over`.
 
     Args:
         run: Trainer that the callback belongs to.

@@ -100,7 +100,7 @@ class ForkRng(Directive):
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
-        """Return this tp rank's indices along the sharded axis of the dropout's input; None if that is unsharded."""
+        """Return the (start, stop) of `axis` that this tp rank holds in the dropout's input; None if `axis` is not sharded."""
         if not self.axis or not (size := self._size(site)):
             return None
         (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))
@@ -267,7 +267,7 @@ def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
 
     Args:
         x: input of the Dropout.
-        child: record of the module that `ForkRng.after` names; if that has just run, x is its sharded output; or None.
+        child: record of the module that `ForkRng.after` names, None without one; x is sharded if the module has just run.
         size: global size of the last axis, compared with that of `x` when `child` is None.
     """
     if child is None:

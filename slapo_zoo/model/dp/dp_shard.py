@@ -133,7 +133,7 @@ class Sharded(DataParallel):
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: this dp rank's rows of the parameter, or buffer}, which this rank writes to a checkpoint."""
+        """Return {name: tensor to write to a checkpoint}: this dp rank's rows of each parameter, and whole buffers."""
         return super().tensors(model)
 
 

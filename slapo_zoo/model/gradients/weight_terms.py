@@ -34,11 +34,10 @@ def newest() -> int:
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Hook the terms of a `train_step` loss that depend on weights alone (L2-SP), so that they count once in sums over
-    ranks.
-
-    A hook multiplies a term's gradient by a factor. Raises MeshError for a term that needs an unsharded weight where
-    the weight is sharded, and with pp > 1 for a weight that only one stage has.
+    """Hook the terms of a `train_step` loss that depend on weights alone (L2-SP): a hook multiplies the term's
+    gradient by `_factor`, so that the later sum of gradients over ranks counts the term once.
+    Raises MeshError for a term that needs an unsharded weight where the weight is sharded, and with pp > 1 for a
+    weight that only one stage has.
 
     Args:
         runtime: runtime state of the model.
@@ -68,11 +67,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor by which a weight-only loss term, whose gradient every rank has in full, counts once in sums.
-
-    The factor is 1 / number of tp ranks that sum the gradient of `p`, times the number of row shards of ZeRO.
-
-    `row` is the TensorPlan of `p`, which lists the ranks over which its gradient is summed, or None.
+    """Return the factor for the gradient of a loss term in the weight `p` alone, which each rank has in full and the sum over
+    ranks shall count once: 1 / number of tp ranks that sum gradients of `p`, times the number of row shards of ZeRO.
+    `row` is the TensorPlan of `p`, which lists these ranks, or None.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -121,9 +118,8 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Record of the gradients of parameters through the model's output, without those of loss terms on weights (L2-SP).
-
-    The record serves loops of the user's own, without `train_step`.
+    """Record of the part of each parameter's gradient that comes through the model's output, for loops of the user's own
+    without `train_step`. The rest of the gradient is that of loss terms on weights (L2-SP).
     """
 
     def __init__(self) -> None:

@@ -83,8 +83,8 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
-        """Set names of inputs and labels, and the configs' `use_cache`, for a model loaded with `exact=`, whose process
-        hosts several models. Do nothing for other models: Trainer has set these values itself.
+        """Set this Trainer's names of inputs and labels, and `use_cache` in the config of each model that this process hosts,
+        if the model was loaded with `exact=`. Do nothing for other models: Trainer has set these values itself.
         """
         if not is_exact(model):
             return

@@ -87,8 +87,7 @@ def _of_file(
 
 def _zoo_table(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> Table:
     """Return the sharding rules (a `Table`) of the family of `config`; ArchitectureError if the family has none.
-
-    With cp > 1 the rules say how cp ranks shard the tokens of the model's class.
+    With cp > 1 the rules also say how cp ranks shard the tokens, which depends on the model class.
     """
     if mesh.size("cp") == 1:
         return find_table(config)

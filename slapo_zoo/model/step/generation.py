@@ -35,9 +35,8 @@ class LateEncoder(nn.Module):
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch in which the encoder's inputs replace `encoder_outputs`, so that the pipeline runs the encoder.
-
-    In `generate` with pp > 1 LateEncoder leaves these inputs there, as SourceTokens. Other batches are only copied.
+    """Return a copy of a batch; where `encoder_outputs` is a SourceTokens, the encoder's inputs that LateEncoder returns in
+    `generate` with pp > 1, those inputs replace it, so that the pipeline runs the encoder.
     """
     source = batch.get("encoder_outputs")
     if not isinstance(source, SourceTokens):

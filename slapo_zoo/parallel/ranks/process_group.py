@@ -50,7 +50,7 @@ def timeout_of(timeout_s: float | None, over_nccl: bool = False) -> float:
             raise MeshError("init_distributed", VARIABLE, problem, hint) from None
     if not 0 < timeout_s < 1e8:
         problem = f"found {timeout_s}, expected seconds above 0 and below 1e8"
-        hint = f"pass a number of seconds, or set {VARIABLE}"
+        hint = f"pass timeout_s=, or set {VARIABLE}, to a number of seconds"
         raise MeshError("init_distributed", "timeout_s", problem, hint)
     return timeout_s
 

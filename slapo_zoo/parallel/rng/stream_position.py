@@ -116,7 +116,7 @@ class StreamPosition:
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     def saved(self) -> dict[str, Any]:
-        """Return {"seed", "step", "calls", "turns"} for a checkpoint: with it a resumed run draws the numbers of one run."""
+        """Return {"seed", "step", "calls", "turns"} for a checkpoint: a resumed run then draws what an unbroken run draws."""
         return {"seed": self.seed, "step": self.step, "calls": self.calls, "turns": [*self._turns.items()]}  # fmt: skip
 
     def resume(self, kept: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]])
     """Return (parameter bytes of the largest unit before the blocks of a stage, those of the largest unit after them).
 
     `units` are the blocks, embeddings and heads of the stage, `shared` the (bytes, names of its units) of each tied
-    parameter. A tied parameter that a unit before the blocks uses counts as a unit before the blocks.
+    parameter. A tied parameter that a unit before the blocks uses counts as one more unit there.
     """
     at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
     early = {unit.name for unit in units[: at[0]]}
