@@ -24,15 +24,15 @@ Shard = Callable[[TokenCut, dict[str, Tensor], dict[str, Any]], tuple[dict[str, 
 
 
 class Body:
-    """Hooks that shard the tokens over cp from a model's first layer to its last block, in forwards within `sharded()`.
+    """Hooks for `sharded()`: blocks compute this cp rank's tokens, and the output of the last one is all-gathered.
 
     Args:
         model: a model of `transformers` with a head, on which the family's sharding rules were applied.
         base: path of the base model in `model`, "" if it has none.
         blocks: paths of the model's repeated blocks, in running order.
-        stream: random stream of the model, which says how the running step's tokens are sharded.
-        shard: function: (which tokens each cp rank computes, tensor arguments of the first layers, their other
-            arguments) --> the same two dicts with this rank's tokens only.
+        stream: random stream of the model, where dropout and attention read which tokens this rank computes.
+        shard: function (which tokens each cp rank computes, tensor arguments of the first layers, other arguments
+            of these layers) --> the same two dicts with this rank's tokens only.
 
     Raises:
         ArchitectureError: no module below the model holds the blocks.
@@ -132,7 +132,7 @@ class _Run:
 
     Args:
         cut: which tokens each cp rank computes.
-        stream: random stream of the model.
+        stream: random stream of the model, where dropout and attention read which tokens this rank computes.
         on: stack of the contexts in which only this rank's tokens are computed; closed after the last block.
     """
 
@@ -142,8 +142,8 @@ class _Run:
         self.source_mask: Tensor | None = None
 
     def begin(self, shard: Shard, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return `batch`, the arguments of the base model, with only this cp rank's tokens, which `shard` chooses; layers
-        compute on these tokens until the last block ends.
+        """Return `batch`, the arguments of the base model, with only this cp rank's tokens, which `shard` chooses. The
+        layers compute these tokens until the last block ends; there `end` gathers all tokens.
         """
         states, _ = batch.pop(SOURCE, None), batch.pop(SOURCE_MASK, None)
         if states is not None and not self.source:

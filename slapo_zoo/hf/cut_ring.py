@@ -72,7 +72,7 @@ class Scores:
             yield slice(start, min(start + q.shape[3], q.shape[2]))
 
     def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
-        """Return the index of the queries `rows` and the keys k of cp rank `owner` in scores [.., s, T] of all keys."""
+        """Return the index, in scores [.., s, T] of all keys, of queries `rows` and the keys k of cp rank `owner`."""
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 
     @property

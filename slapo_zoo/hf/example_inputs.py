@@ -97,9 +97,9 @@ def cut_example(
 ) -> dict[str, Tensor]:
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
-    Like training (`slapo_zoo.model.step.cut_batch`), but right in shape only, this adds `shift_labels` where the
-    head shifts labels, and `position_ids` where the model takes some: its `positions` is then "counted", "counted by mask"
-    or "counted real"; it is "placed", "relative" or "none" for a model that finds positions in another way.
+    `shift_labels` is added if the head shifts labels, and `position_ids` if `positions`, how the model finds positions,
+    is "counted", "counted by mask" or "counted real" and not "placed", "relative" or "none". Both have the shapes,
+    but not the values, that training (`slapo_zoo.model.step.cut_batch`) gives them.
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}

@@ -148,7 +148,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers made by `torch.tensor(number)` to meta, and store their values for `given_numbers`."""
+    """Move parameters and buffers made by `torch.tensor(number)` to meta; `given_numbers` returns the values."""
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()

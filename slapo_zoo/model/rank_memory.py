@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def per_parameter(self) -> float:
-        """Return the bytes of all kinds divided by the number of parameters."""
+        """Return the bytes of all kinds divided by the number of this rank's parameters before ZeRO shards them."""
         return self.total / self.parameters
 
     def _kinds(self) -> dict[str, int]:

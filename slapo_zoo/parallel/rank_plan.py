@@ -171,7 +171,7 @@ class RankPlan:
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return the sets of ranks that sum some gradient, if not all along a mesh dim; each needs a process group."""
+        """Return the sets of ranks, smaller than a mesh dim, that sum a gradient; each set needs a process group."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
         meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}

@@ -67,8 +67,8 @@ class Sends:
     """Sends of one rank in one pipeline step that may not have arrived yet.
 
     Args:
-        arrived: action of this rank --> earlier actions whose sends have arrived when the input of the action is
-            here; the result of `arrivals`.
+        arrived: result of `arrivals`: action of this rank --> earlier actions whose sends must have arrived once this
+            rank has received the action's input.
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):

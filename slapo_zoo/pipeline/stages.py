@@ -200,11 +200,11 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the received output of the next call, a call of `unit`, if another stage runs that call, else None.
+        """Return the received output of the next call, a call of `unit`; None if this stage runs that call itself.
 
         Args:
             unit: path of the called module (a block, embedding or head).
-            held: False if another stage has the module's weights: ScheduleError if the call is this stage's.
+            held: True if this stage has the module's weights; if False, a call that this stage runs is a ScheduleError.
         """
         if self.plan is None:
             problem = "the module is called outside the model's forward, and this rank has only some of the layers"

@@ -230,7 +230,7 @@ class Space:
 def _check_names(what: str, rule: Callable[..., Any], known: list[str]) -> None:
     if unknown := [name for name in signature(rule).parameters if name not in known]:
         problem = f"the function takes {unknown[0]!r}, but the symbols created so far are {known}"
-        raise SpaceError("Space", what, problem, f"create the symbol {unknown[0]!r} first")
+        raise SpaceError("Space", what, problem, "create this symbol first, or correct the name")
 
 
 def _applies(rule: Callable[..., Any], fixed: Mapping[str, Any], absent: set[str]) -> bool:

@@ -147,7 +147,7 @@ class Workers:
         outcome = self._measure({"batch_size": PROBE_ROWS, "kernels": "reference"}, 1, None)
         if outcome.kind != OK:
             why = f"{outcome.kind}: {outcome.message}"
-            problem = f"one rank with reference kernels, whose loss all must have, failed: {why}"
+            problem = f"the run whose loss all others must match, on one rank with reference kernels, failed: {why}"
             hint = "remove this cause, e.g. by another model, dtype or device; `slapo-zoo bench` times one configuration"
             raise SlapoError("tune", self.job.model, problem, hint)
         return float(outcome.message.rpartition(" ")[2])

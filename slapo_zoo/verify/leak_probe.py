@@ -233,8 +233,8 @@ def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any
 
 
 def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
-    """Compare the logits of all cp `ranks` with the plain model's: which positions each changed token reaches, and
-    the values; return the first difference as text, or "".
+    """Compare the logits of all cp `ranks` with the `plain` model's: the positions whose logits a changed token alters,
+    and the values; return the first difference as text, or "" for none.
     """
     found = torch.cat([seen.logits for seen in ranks], 1)
     if found.shape != plain.logits.shape:

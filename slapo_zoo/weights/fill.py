@@ -241,7 +241,7 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return `names`, the match of the model's tensors with checkpoint keys, with more tensors counted as missing: all
+    """Return a copy of `names`, the match of the model's tensors with checkpoint keys, which counts tensors as missing
     whose shape in the file is not that in `expected`. `key_of` maps keys, renamed as in the model, to those in files.
     """
     shapes = {spec.name: spec.shape for spec in expected}

@@ -226,8 +226,8 @@ class Restored:
                     self._state[p] = self._prepare(name, p, specs[name], bool(on_device))
 
     def _prepare(self, name: str, p: Tensor, spec: TensorSpec, on_device: bool) -> dict[str, Any]:
-        """Return the state of parameter `p`, with empty tensors to fill; with `on_device` numbers (the step) are on its
-        device, where torch's fused and capturable optimizers read them.
+        """Return the state of parameter `p`, with empty tensors to fill. If `on_device` is True, numbers (the step) are
+        tensors on the device of `p`, where torch's fused and capturable optimizers read them.
         """
         state = {}
         for key, kept in self.record["state"][name].items():

@@ -213,10 +213,10 @@ class _Save:
             yield
         except OSError as error:
             problem = f"cannot be written: {error.strerror or error}"
-            hint = "the folder is unchanged: make room, or save to another one"
+            hint = "the folder is unchanged: remove this cause, or save to another folder"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 problem += f"; expected {sum(self.layout.sizes.values())} bytes of free space"
-                hint += "; free space, or save to another disk"
+                hint += " on another disk"
             elif isinstance(error, FileNotFoundError) and self.mesh.world_size > 1:
                 hint += "; do all ranks see it under this path? save to a file system they share"
             raise WeightsError(str(self.target), error.filename or "", problem, hint) from error

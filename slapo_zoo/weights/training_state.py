@@ -53,7 +53,7 @@ def _json(path: Path) -> Any:
         raise
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-        raise WeightsError(str(path), "", problem, PASS_SAVED) from error
+        raise WeightsError(str(path), "", problem, "make this file readable") from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(str(path), "", f"this is not valid JSON: {error}", PASS_SAVED) from error
 

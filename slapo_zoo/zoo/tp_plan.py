@@ -50,7 +50,7 @@ def _style(pattern: str, rule: tuple[Directive, ...], class_name: str) -> str:
     if not shards:
         return ""
     if any(d.groups for d in shards):
-        raise _no_style(pattern, "shards a weight in groups, such as q, k and v in one")
+        raise _no_style(pattern, "shards each group of one weight (q, k, v of a fused linear)")
     weight = next((d for d in shards if d.param_name == "weight"), None)
     if weight is None or class_name not in LINEAR + EMBEDDING:
         raise _no_style(pattern, f"shards a {class_name}")

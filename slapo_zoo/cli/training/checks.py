@@ -294,7 +294,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
     differ = [name for name in now if name in then and then[name] != now[name]] + missing
     if differ:
         said = ", ".join(
-            "other data, or data that an older release read" if name == "text"  # a checksum
+            "other data, or with data read by an older slapo_zoo" if name == "text"  # a checksum
             else f"{name}={then.get(name)} (now {now[name]})" for name in differ
         )  # fmt: skip
         hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"

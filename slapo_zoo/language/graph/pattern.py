@@ -65,7 +65,7 @@ def name_matches(regex: str, target: str) -> bool:
     try:
         re.compile(regex)
     except re.error as error:
-        hint = "a path is written as it is, and r'\\[' stands for a bracket"
+        hint = "write a path as it is, and escape special characters: r'\\[' matches a bracket"
         raise ScheduleError("find", regex, f"is no regular expression: {error}", hint) from None
     return any(re.fullmatch(regex, ".".join(parts[i:])) for i in range(len(parts)))
 

@@ -26,7 +26,8 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
     found = _subgraphs(site, spec)
     if not found:
         problem = f"nothing in the graph matches {spec!r}{_rejections(found)}"
-        raise directive.fail(site, problem, "print sch[path].mod.graph, or trace with flatten=True")
+        hint = "see the nodes by print(sch[path].mod.graph); trace with flatten=True has those of submodules too"
+        raise directive.fail(site, problem, hint)
     for subgraph in found:
         _check_alive(site, directive, subgraph)
     return found

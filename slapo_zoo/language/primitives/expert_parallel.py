@@ -25,7 +25,7 @@ class ExpertParallel(Directive):
     source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2 (experts over devices)
 
     Args:
-        count: name of the module's attribute with the number of experts, whose weights must be sharded before.
+        count: name of the module's attribute with the number of experts; the experts' weights must be sharded already.
         mesh_dim: the mesh dim that the experts are sharded over.
     """
 

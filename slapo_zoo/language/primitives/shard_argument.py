@@ -53,7 +53,7 @@ class ShardArgument(Directive):
             if not isinstance(x, Tensor) or x.shape[self.axis] % self.size:
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 problem = f"the keyword argument {self.argument!r} is {found}: expected a tensor that holds on axis {self.axis} the {self.size} heads of all ranks"
-                hint = "pass it by keyword, unsharded; its axis may repeat the heads for each row"
+                hint = f"pass {self.argument}= unsharded: a multiple of {self.size} (heads, or rows * heads) on axis {self.axis}"
                 raise self.fail(site, problem, hint)
             x = collectives.reduce_backward(x, site.group(self)) if x.requires_grad else x
             rows = x.unflatten(self.axis, (-1, self.size))

@@ -42,7 +42,7 @@ class ShardAttribute(Directive):
         size = getattr(self._holder(site), self._leaf, None)
         if not isinstance(size, int):
             problem = f"found {size!r}, expected an integer attribute {self.attribute!r}"
-            raise self.fail(site, problem, "name an attribute that the module's __init__ sets")
+            raise self.fail(site, problem, "name an int of the module, or of its config: config.X")
         if min(self.unit, self.together, self.keep) < 1:
             problem = f"found unit={self.unit}, together={self.together}, keep={self.keep}"
             raise self.fail(site, problem, "pass counts of at least 1")

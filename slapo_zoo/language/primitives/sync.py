@@ -191,7 +191,7 @@ class Sync(Directive):
         is_summed = op in SUMS and site.mesh.size(self.mesh_dim) > 1
         if kind == "" and is_summed and whole_bias and site.placed("weight"):
             problem = f"the unsharded bias of this {type(site.module).__name__} would be summed over the ranks too"
-            hint = "add the bias after the sum: in a module around this one, which has sync()"
+            hint = "sync() this module without its bias, and add the bias in the forward of the parent module"
             raise self.fail(site, problem, hint)
         if kind == "partial" and op != "reduce_scatter" and site.placed("bias") and is_summed:
             hint = "leave the bias unsharded: it is added once, after the sum"

@@ -396,5 +396,5 @@ def _fit_layers(model: Any, name: str) -> None:
 
 
 def _rows_of_delta(layer: Any, rows: Rows, name: str) -> Tensor:
-    """Return the `rows` that this dp rank holds under ZeRO of `layer`'s LoRA update, scale * B A, of adapter `name`."""
+    """Return this dp rank's `rows` (under ZeRO) of scale * B A, which adapter `name` adds to the weight of `layer`."""
     return type(layer).get_delta_weight(layer, name).narrow(0, rows.first, rows.count)

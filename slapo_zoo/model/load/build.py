@@ -93,7 +93,7 @@ def build(
 
 
 def _make_copies_independent(model: nn.Module, state: State) -> None:
-    """Let `copy.deepcopy(model)` bind replaced forwards and hooks to the copy, and sum its gradients over tp too."""
+    """Let `copy.deepcopy(model)` return a model with forwards and hooks of its own and gradients summed over tp."""
     changed = ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())  # fmt: skip
 
     def copied(memo: dict[int, Any]) -> nn.Module:
@@ -110,7 +110,7 @@ def _make_copies_independent(model: nn.Module, state: State) -> None:
 def consolidate_model(
     sch: Schedule, target: str, param_init_fn: Callable | None = None, **kwargs: Any
 ) -> None:
-    """Give parameters on meta new values: all ranks draw the same unsharded tensor, and each keeps its shard.
+    """Replace parameters on meta by drawn ones: all ranks draw the same full tensor, and each rank keeps its shard.
 
     Args:
         sch: a schedule of a model built under `init_empty_weights`.
@@ -137,8 +137,8 @@ def consolidate_model(
 def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
-    """Draw the unsharded parameters `names` (shapes by `plan`) of the module at `path` on the CPU, from a generator
-    seeded by the path. `init` initialises a module in place; None takes the model's own method.
+    """Replace the parameters `names` (on meta) of `module` by full ones on the CPU: in the shapes before sharding, from
+    `plan`, and drawn from a generator seeded by `path`. `init` is as `param_init_fn` of `consolidate_model`.
     """
     before = {name: module._parameters[name] for name in names}
     for name in names:
@@ -169,7 +169,7 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """Return this rank's shard of the parameter `name` of `module`, which is unsharded so far.
+    """Return this rank's shard of the parameter `name`, of which `module` has the full tensor so far.
 
     `full_name` is the name of the parameter in the model, by which `plan` knows how it is sharded.
     """

@@ -36,7 +36,7 @@ from slapo_zoo.zoo.argument_values import make_mesh, pick_device
 from slapo_zoo.zoo.options import LoaderOptions
 
 WHERE = "from_pretrained"
-BUILT = "use model(**batch), train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
+BUILT = "load without exact=, or use model(**batch), train_step, clip_grad_norm_, save_checkpoint, load_checkpoint, save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
 memory: Any = torch.utils.deterministic  # its attribute is in the class that stands for the module
 _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
@@ -49,7 +49,7 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
 
     Args:
         options: options of the loader; tp, pp and dp are the mesh of the processes.
-        load: loads the model of one rank of the virtual mesh; called in the thread of each.
+        load: loads the model of one rank of the virtual mesh; called once per rank, in the thread of that rank.
     """
     if options.cp > 1:
         problem = f"not supported together with cp={options.cp}"
@@ -166,9 +166,9 @@ class NotBuiltError(SlapoError, AttributeError):
 
 
 class ExactModel(Unwrapped, nn.Module):
-    """Model loaded by `from_pretrained(..., exact=...)`, with the same bits on every mesh that divides `virtual`.
+    """Model loaded with `exact=`, sizes of a virtual mesh of threads: equal bits on each mesh whose sizes divide these.
 
-    In each process it holds the models of several ranks of a virtual mesh ("hosted" ranks), and runs each in a thread.
+    Each process runs an equal number of the virtual ranks, and holds the models of these "hosted" ranks.
     Methods are collective calls of all processes; `parameters()` are those of all hosted ranks.
 
     Attributes:
@@ -300,9 +300,9 @@ class ExactModel(Unwrapped, nn.Module):
         """Run forward and backward as `Scheduled.train_step` does, which describes arguments and result (the loss).
 
         Args:
-            batch: rows of this process, which its virtual dp ranks share in order.
-            *args: further arguments of `Scheduled.train_step`; `micro_batches` counts those of a virtual rank, `targets`
-                those of this process.
+            batch: rows of this process; its virtual dp ranks (`virtual.dp / mesh.dp`) get equal slices, in order.
+            *args: further arguments of `Scheduled.train_step`; each virtual rank splits its rows into `micro_batches`,
+                and `targets` counts those of this process.
             **kwargs: the same by name.
         """
 
@@ -323,7 +323,7 @@ class ExactModel(Unwrapped, nn.Module):
         return loss if loss is output else joined(found, self._host, self.virtual, self._note_gradients)  # fmt: skip
 
     def _rows_of(self, rank: int, batch: Any) -> Any:
-        """Return the rows of `batch` that virtual rank `rank` reads; the virtual dp ranks share the rows equally."""
+        """Return the slice of `batch` for virtual rank `rank`; virtual dp ranks of a process get equally many rows."""
         if not isinstance(batch, Mapping):
             return batch  # `Scheduled.train_step` refuses it
         parts, rows = self.virtual.dp // self.mesh.dp, count_rows(batch)

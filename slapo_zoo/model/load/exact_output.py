@@ -76,8 +76,8 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *grads):
         host, parts, copies, after = ctx.given
         if copies > 1 and any(grad is not None and grad.ndim for grad in grads):
-            problem = f"your loss of the logits would be one mean over {copies} virtual dp ranks of this process"
-            hint = "call train_step(batch, loss_fn=...), which computes the loss on each of them"
+            problem = f"this loss of the logits mixes the rows of {copies} virtual dp ranks, expected one loss per rank"
+            hint = "call train_step(batch, loss_fn=...), which calls loss_fn once for each virtual rank"
             raise SlapoError("ExactModel", "backward", problem, hint)
 
         def call(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Record of a step's operations on every virtual rank, to find the first one in which two runs with `exact=` differ.
+"""Record of a step's operations on each rank of the mesh `exact=`, to find the first in which two such runs differ.
 
 with model.tracing() as mine:
     model.train_step(batch); model.clip_grad_norm_(1.0)
@@ -103,10 +103,10 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 @dataclass
 class ExactTrace:
-    """Recorded operations of every virtual rank, one row (operation, module, digest) each, in order.
+    """Recorded operations of all virtual ranks (threads; ranks of the mesh `exact=`): rows (operation, module, digest).
 
     Args:
-        rows: virtual rank --> its rows.
+        rows: virtual rank --> the rows of its operations, in order.
     """
 
     rows: dict[int, list[Row]] = field(default_factory=dict)

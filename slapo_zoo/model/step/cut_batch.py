@@ -147,7 +147,7 @@ def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int)
     fails = (positions.diff(dim=1) != 1).any() if not shifts else not getattr(model.config, "is_decoder", True)  # fmt: skip
     if fails:
         problem = f"cp={n} does not divide the tokens, and {why}"
-        hint = f"pass an attention_mask too, or pad the rows to a multiple of {n}"
+        hint = f"pad the rows to a multiple of {n}, or pass an attention_mask [rows, 1, S, S] that separates documents"
         raise SlapoError("train_step", "position_ids", problem, hint)
 
 

@@ -79,8 +79,8 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
-    """Set use_cache=False in a batch with `position_ids`, in training or with labels, because with a cache transformers
-    ignores the borders of sequences packed in a row.
+    """Set use_cache=False if `batch` has `position_ids`, and the model trains or the batch has labels: with a cache
+    transformers ignores the borders of sequences packed in a row.
     """
     found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
     chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)

@@ -160,7 +160,7 @@ def _read(
 
 
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether layers may leave padding out for this model and a batch of such shapes, whatever its values."""
+    """Return whether layers may leave out padding, by the model and by names and shapes (no values) in `batch`."""
     state = model._slapo.schedule.state
     if model.mesh.size("cp") > 1:
         return False

@@ -115,7 +115,7 @@ class Heart:
         return told and f"last collective {told}"
 
     def not_told(self) -> list[int]:
-        """Return the ranks that are alive and have not read the first published error yet."""
+        """Return the ranks that are alive and have not yet read the first error that a rank wrote to the store."""
         waiting = [r for r in range(self.size) if not self._get(_key("told", r), "")]
         return [r for r in waiting if self._get(_key("beat", r), "") not in ("", ENDED)]
 

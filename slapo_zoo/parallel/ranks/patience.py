@@ -1,8 +1,7 @@
-"""Waiting for steps in which one rank works alone, such as a download, a read from a slow disk, or the check of
-a published schedule.
+"""Waiting for steps in which one rank works alone, such as a download or the check of a published schedule.
 
-Such steps communicate over a process group with a long timeout. A waiting rank logs for which ranks it
-waits, raises a published error at once, and names a rank that has stopped.
+Such steps communicate over a process group with a long timeout. A waiting rank logs for which ranks it waits,
+raises at once an error that another rank has written to the store, and names a rank that has stopped.
 """
 
 import time

@@ -330,7 +330,7 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of each stage's first call among the calls of blocks, embeddings and heads, then their number."""
+        """Return the index of each stage's first call (of a block, embedding or head), then the number of all calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
