@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.errors import ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
@@ -377,19 +378,16 @@ def _run_stage(
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
     """Broadcast a HuggingFace output object from global rank `source` to all ranks of `group`; return the object."""
     here = dist.get_rank() == source
-    described: list[Any] = [_describe(output) if here else None]
+    described: list[Any] = [tree_map(_described, output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)
-    cls, shapes = described[0]
-    values = {}
-    for name, (shape, dtype) in shapes.items():
-        values[name] = torch.empty(shape, dtype=dtype, device=device)
-        if here:
-            values[name].copy_(output[name])
-        dist.broadcast(values[name], source, group=group)
-    return output if here else cls(**values)
+    empty = lambda x: x if x is None else torch.empty_like(x, device=device)  # noqa: E731
+    found = output if here else tree_map(empty, described[0])
+    for x in tree_leaves(found):
+        if isinstance(x, Tensor):
+            dist.broadcast(x.detach().contiguous(), source, group=group)
+    return found
 
 
-def _describe(output: Any) -> tuple[type, dict[str, Any]]:
-    """Return (class of an output, {field: (shape, dtype)} of its tensors); nested tuples and caches are left out."""
-    tensors = {k: v for k, v in output.items() if isinstance(v, Tensor)}
-    return type(output), {k: (tuple(v.shape), v.dtype) for k, v in tensors.items()}
+def _described(x: Any) -> Tensor | None:
+    """Return an empty tensor like a tensor in an output, on meta; None for other values (caches), which are left out."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else None

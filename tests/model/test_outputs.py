@@ -145,3 +145,20 @@ def counted(folder, case):
 
 def test_forward_argument_num_items_in_batch_counts_the_targets_of_all_dp_ranks(tmp_path, ranks):
     ranks.run(counted, 2, checkpoint(CASES[0], tmp_path), CASES[0])
+
+
+def outputs_within(folder, case, batch):
+    model = load(folder, case, {"pp": 2}).eval()
+    with torch.no_grad():
+        return model(**batch)
+
+
+def test_outputs_within_an_output_are_returned_by_every_stage(tmp_path, threads):
+    case = Case("CLIPModel", ())
+    folder, batch = checkpoint(case, tmp_path), batch_of(case)
+    with torch.no_grad():
+        want = transformers.CLIPModel.from_pretrained(folder).eval()(**batch)
+    for found in threads.run(outputs_within, 2, folder, case, batch):
+        assert found.keys() == want.keys()
+        for name in ("text_model_output", "vision_model_output"):
+            torch.testing.assert_close(found[name].pooler_output, want[name].pooler_output, **CLOSE)
