@@ -47,9 +47,7 @@ def reference(
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for B rows of S tokens, hidden size N; ids repeat, some are padding.
-    `like` holds dtype and device.
-    """
+    """Return random arguments (dtype and device of `like`): B rows of S tokens, hidden size N; ids repeat."""
     device = like.get("device")
     word, position, kind = (torch.randn(n, N, **like) for n in (17, S, 2))
     return {

@@ -14,9 +14,7 @@ SHAPES = [(1, 7, 64), (3, 5, 100), (2, 16, 257), (0, 4, 32)]
 
 
 def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Compute relu(x), then dropout with one of `seeds` per batch row, in torch operations
-    (modeling_t5.py: T5DenseActDense).
-    """
+    """Compute relu(x), then dropout by one seed per batch row, in torch operations (modeling_t5: T5DenseActDense)."""
     y = torch.where(x > 0, x, torch.zeros_like(x))
     mask = mask_like(x, None, seeds, p)
     return y if mask is None else y * mask

@@ -184,8 +184,7 @@ class Matcher:
             yield from self._all(rest, found)
 
     def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
-        """Yield each way to pair the arguments of pattern node `p` with those of graph node `v`;
-        two if the operation is commutative.
+        """Yield each way to pair arguments of pattern node `p` with graph node `v`'s; two if the operation commutes.
 
         Each way is a list of (argument of p, argument of v, number of axes of v's tensor if the
         argument is an axis, else 0).

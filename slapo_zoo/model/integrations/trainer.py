@@ -202,9 +202,7 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model to `output_dir`, within `_save_checkpoint` also all training state; rank 0 adds tokenizer and
-        arguments.
-        """
+        """Save the model to `output_dir`, in `_save_checkpoint` all training state too; rank 0 adds the tokenizer."""
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

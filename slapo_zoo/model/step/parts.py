@@ -65,8 +65,7 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Let users call the modules that contain blocks (an encoder, a base model) by themselves, outside the model's
-    forward.
+    """Let users call modules that contain blocks (an encoder, a base model) outside the model's forward.
 
     `blocks` are the paths of the repeated blocks. With `blocks_too` users may call a block by itself, too.
     """

@@ -117,8 +117,7 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
-    """Report through the store that this rank has joined (`is_one`) or failed, and wait for the
-    reports of all `size` ranks.
+    """Report through the store that this rank has joined (`is_one`) or failed; wait for all `size` ranks' reports.
 
     Returns False if any rank reports a failure, True otherwise, at the latest after JOIN_S seconds.
     """

@@ -163,8 +163,7 @@ class RandomStream(StreamPosition):
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds from which operators hash the dropout mask of an x that holds the r-th
-        of n equal slices of the tokens.
+        """Return the seeds from which operators hash the dropout mask of an x with the r-th of n equal token slices.
 
         x is [rows, tokens / n, ...] or [rows * tokens / n, width]; `site` is the path of the module that drops.
         """

@@ -62,8 +62,7 @@ def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bo
 
 
 def _whole_keys(key: str, name: str) -> tuple[str, str]:
-    """Return (pattern of a file key, pattern of a model name) that match the full key, with {} in place of block
-    numbers.
+    """Return (pattern of a file key, pattern of a model name) that match the full key, {} for block numbers.
 
     >>> _whole_keys("llm.layers.0.wq.weight", "layers.0.q_proj.weight")
     ('^llm.layers.{}.wq.weight', '^layers.{}.q_proj.weight')
