@@ -315,7 +315,7 @@ def backward(
     d_out: Tensor, out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernels for `d_out`, the gradient of `out`; return the gradients of q, k,
-    v and of the bias table (empty without one). `out` and `log_sum` are the results of `forward` for q, k, v and `given`.
+    v and of the bias table (empty without one). `forward` returned `out` and `log_sum` for the same q, k, v, `given`.
     """
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]

@@ -337,8 +337,8 @@ def own_names(data: Any, column: str) -> tuple[str, ...]:
 
 def class_names(data: Any, column: str, own: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the names of the classes in the column `column` of the data set `data`; a name's index is the class id.
-    The column holds labels, or lists of labels. `own` are the names of the classes that the model's head knows, if it
-    was trained before: labels that are numbers below their count are ids of these.
+    The column holds labels, or lists of labels. `own` are the class names that the model's head has from an earlier
+    training: they are returned if all labels are numbers below len(own), i.e. indices in `own`.
     """
     if names := own_names(data, column):
         return names

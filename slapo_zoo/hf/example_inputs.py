@@ -73,12 +73,12 @@ def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]
 
 
 def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return a batch of zeros with labels for the model's head; the arguments are those of `example_batch`."""
+    """Return a batch of zeros, `batch_size` rows (of `seq_len` tokens, if any), with labels for the model's head."""
     return with_labels(model, example_batch(model, batch_size, seq_len))
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels for the model's head: token ids if labels are tokens, else zeros; none without loss."""
+    """Return the batch with labels for the model's head: token ids or zeros; no labels if the head has no loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)

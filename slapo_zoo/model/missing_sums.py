@@ -65,7 +65,7 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
 
 
 def _needs_no_sum(module: Any) -> bool:
-    """Return whether the input gets no partial gradient: ids of an embedding, own channels of a grouped convolution."""
+    """Return whether the input's gradient needs no sum over tp: True for an embedding and for a grouped convolution."""
     return hasattr(module, "num_embeddings") or getattr(module, "groups", 1) > 1
 
 
@@ -103,5 +103,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the paths of the parents of the modules at `paths`: a `sync` of one module's input serves its siblings."""
+    """Return the paths of the parents of the modules at `paths`: a collective on an input covers siblings too."""
     return {path.rpartition(".")[0] for path in paths}

@@ -20,7 +20,7 @@ def local_tensors(
     rank's pipeline stage owns and `specs` lists (name, unsharded shape and sharding of each).
 
     The shards are gathered over dp. With `rows` they are not: under ZeRO each is this dp rank's slice of axis 0, and
-    `local_tensors.rows_of` returns which slice.
+    `slapo_zoo.parallel.local_tensors.rows_of` returns which slice.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)

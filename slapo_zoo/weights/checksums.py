@@ -185,7 +185,7 @@ def _end_of_header(path: Path) -> int:
 
 
 def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless every file of `folders` has the save id of `kept`, or has no id if `kept` is None."""
+    """Raise WeightsError unless all files of `folders` have the id of the save that wrote `kept` (None: have no id)."""
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None

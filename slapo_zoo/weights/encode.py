@@ -86,6 +86,5 @@ def _tensor(data: Any, name: str) -> Tensor:
 
 def _no_value(value: Any, reason: str = "") -> WeightsError:
     problem = f"found {value!r:.80}, which save_checkpoint never writes{reason:.200}"
-    return WeightsError(
-        "load_checkpoint", "", problem, "pass the folder that save_checkpoint wrote"
-    )
+    hint = "pass the folder that save_checkpoint wrote; if it is that one, copy it again: it may be damaged"
+    return WeightsError("load_checkpoint", "training_state.json", problem, hint)

@@ -118,7 +118,7 @@ def merge(records: Sequence[Record]) -> Record:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
         if kinds[0] != kinds[1]:
             problem = f"pipeline stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
-            hint = "make the same groups on every rank, also those that are empty there"
+            hint = "make the same optimizer on every rank: class, options, and groups, also those that are empty there"
             raise WeightsError(SAVE, "optimizer", problem, hint)
     each = [[name for r in records for name in r["groups"][i]["names"]] for i in range(len(first["groups"]))]  # fmt: skip
     groups = [{"names": list(dict.fromkeys(names)), "options": group["options"]}
@@ -270,7 +270,7 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
         ours = group.get(name)
         if None not in (value, ours) and kinds(value) != kinds(ours):
             problem = f"the checkpoint has {value!r:.60}, expected a value like {ours!r:.60}"
-            hint = "copy the checkpoint again: its file may be damaged"
+            hint = "make the same optimizer as when saving; if you did, copy the checkpoint again: it may be damaged"
             raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
         numbers = value if isinstance(value, tuple | list) else [value]
         if not all(math.isfinite(one) for one in numbers if isinstance(one, int | float)):

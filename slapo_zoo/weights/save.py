@@ -224,7 +224,7 @@ class _Save:
 
 def require_finite(target: Path, local: Mapping[str, Tensor]) -> None:
     """Raise WeightsError if one of the tensors `local`, which shall replace the older checkpoint in the folder `target`,
-    has NaN or infinity; the device is awaited only once.
+    has NaN or infinity. The host waits for the device once for all tensors.
     """
     held = {n: x.detach() for n, x in local.items()}
     held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}

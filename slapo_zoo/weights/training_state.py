@@ -13,7 +13,7 @@ from slapo_zoo.weights.random_state import check_states
 
 FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
 MAX_BYTES = 100_000_000
-PASS_SAVED = "pass the folder that save_checkpoint wrote"
+PASS_SAVED = "pass the folder that save_checkpoint wrote; if it is that one, copy it again: it may be damaged"
 OF_COPY = ("data_position", "extra")  # one value per data-parallel rank
 BY_DP = "$by_dp"
 
@@ -47,7 +47,7 @@ def _json(path: Path) -> Any:
             raise WeightsError(str(path), "", problem, PASS_SAVED)
         return json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
-        hint = f"{PASS_SAVED}; weights alone are loaded by from_pretrained"
+        hint = "pass the folder that save_checkpoint wrote; weights alone are loaded by from_pretrained"
         raise WeightsError(str(path), "", "this file of the checkpoint is missing", hint) from None
     except WeightsError:
         raise

@@ -38,7 +38,7 @@ PRECISIONS = {
     "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
     "fp16": Precision(torch.float32, torch.float16, scales=True),
 }
-TARGETS = {"deepspeed": '{"bf16": {"enabled": true}} in its config', "megatron": "dtype="}
+TARGETS = {"deepspeed": '"bf16" or "fp16": {"enabled": true} in its config', "megatron": "dtype="}
 
 
 def precision_name(value: Any) -> Any:

@@ -49,7 +49,7 @@ def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a checkpoint folder or Hub id; raise DataError if there is none."""
     from transformers import AutoTokenizer
 
-    hint = "save the tokenizer beside the weights: tokenizer.save_pretrained(folder)"
+    hint = "save the tokenizer beside the weights: tokenizer.save_pretrained(folder); install a missing package"
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as exc:

@@ -30,7 +30,7 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
         same = value == expected
     if not same:
         problem = f"{read} was {expected!r} during the trace, this call has {_shown(value)}"
-        hint = "trace with the arguments of this call as example_inputs"
+        hint = "trace again in the mode (train or eval) of this call, with its arguments as example inputs"
         raise ScheduleError(where, "trace", problem, hint)
 
 

@@ -97,7 +97,7 @@ class Matcher:
 
     def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
         """Return the match whose first output is `node`, or None; if nodes match but cannot be replaced, add the reason
-        to `found.rejected`. `outputs` are the nodes that the pattern returns.
+        to `self.found.rejected`. `outputs` are the nodes that the pattern returns.
         """
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):

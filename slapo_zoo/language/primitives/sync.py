@@ -269,7 +269,9 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective `run` before a row-parallel module adds its bias; return False without such a bias or after a sync()."""
+        """Insert the collective `run` before a row-parallel module adds its bias, and return True; return False if
+        that cannot be done: the module has no bias, an earlier sync() changes its output, or its class is not known.
+        """
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

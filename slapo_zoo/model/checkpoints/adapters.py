@@ -381,7 +381,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _fit_layers(model: Any, name: str) -> None:
-    """Let dropouts of adapter `name` draw this rank's slice of an unsharded mask, and `merge` update its own ZeRO rows."""
+    """Let adapter `name` draw this rank's slice of dropout masks, and `merge` into the weight rows of this rank."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):

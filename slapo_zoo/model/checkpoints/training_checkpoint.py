@@ -220,8 +220,7 @@ class _Save:
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
         """Merge the reports of all ranks, as `describe` returns them, into the training state to save.
-
-        WeightsError if optimizers or steps differ.
+        Raise WeightsError if optimizers or steps differ between ranks.
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):

@@ -197,7 +197,7 @@ class Structure(Unwrapped):
             at = here.get(name), found.get(name)
             is_same = at[0] == at[1] or at[0] == [0]  # [0]: an engine holds the values
             if not is_same and (strict or None not in at):
-                problem = f"the state dict has {at[1] or 'no tensor'}, expected this rank's shard {at[0] or 'no tensor'}"
+                problem = f"this rank's shard has the shape {at[0]}, the state dict has {at[1]} (None: no such tensor)"
                 hint = "load unsharded tensors by model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
                 raise WeightsError("load_state_dict", name, problem, hint)
         return parent.load_state_dict(state_dict, strict, assign)

@@ -73,7 +73,7 @@ def build(
     Args:
         sch: a schedule whose directives were applied.
         target: None or "torch" returns the model itself; "deepspeed" or "megatron" that engine around it.
-        init_weights: True, or a function as in `consolidate_model`, gives parameters on meta their values.
+        init_weights: True, or a function as in `consolidate_model`, gives parameters on meta values; False gives none.
         **kwargs: options of the engine.
     """
     warn_of_missing_sums(sch)

@@ -332,7 +332,7 @@ class ExactModel(Unwrapped, nn.Module):
             problem = "an entry is a KV cache or requires a gradient, and the virtual ranks of this process would all change it"
             raise SlapoError("ExactModel", "batch", problem, "leave it out, or leave exact= out")
         if rows % parts:
-            problem = f"found {rows} rows for {parts} virtual dp ranks of this process"
+            problem = f"found {rows} rows for {parts} virtual dp ranks (exact=) in this process"
             raise SlapoError("ExactModel", "batch", problem, f"pass a multiple of {parts} rows")
         first = self.virtual.coord("dp", rank) % parts * (rows // parts)
         part = slice(first, first + rows // parts)

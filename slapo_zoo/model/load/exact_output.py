@@ -76,7 +76,7 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *grads):
         host, parts, copies, after = ctx.given
         if copies > 1 and any(grad is not None and grad.ndim for grad in grads):
-            problem = f"this loss of the logits mixes the rows of {copies} virtual dp ranks, expected one loss per rank"
+            problem = f"this loss of the logits mixes the rows of {copies} virtual dp ranks (exact=), which this process runs: its bits depend on the mesh; expected one loss per virtual rank"
             hint = "call train_step(batch, loss_fn=...), which calls loss_fn once for each virtual rank"
             raise SlapoError("ExactModel", "backward", problem, hint)
 

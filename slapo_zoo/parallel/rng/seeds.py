@@ -28,7 +28,7 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
 
 def devices_in_use() -> range:
-    """Return the indices of all GPUs if this process has used CUDA; asking others for a state would initialise CUDA."""
+    """Return the indices of all GPUs if this process has used CUDA, else none: to read a state would start CUDA."""
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 

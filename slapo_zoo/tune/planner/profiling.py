@@ -227,7 +227,7 @@ class _Masks(RandomStream):
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """Return False: the planned runtimes keep dropout masks in memory instead of hashing them."""
+        """Return False: every runtime that the planner simulates keeps dropout masks in memory, none hashes them."""
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:

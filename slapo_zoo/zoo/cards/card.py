@@ -111,7 +111,7 @@ class Card:
                 os.replace(part, folder / name)
         except OSError as error:
             problem = f"the card cannot be written: {error.strerror} ({error.filename})"
-            hint = "name a folder, new or of a card, in which you may write"
+            hint = "name a folder, new or of a card, in which you may write, or free disk space"
             raise CardError("card", str(folder), problem, hint) from error
 
 

@@ -71,7 +71,7 @@ POLICIES = ("save_matmuls", "sharded", "offload")
 
 
 def _knobs_schema() -> dict[str, Any]:
-    """Return the JSON Schema of loader arguments, `Plan.knobs`: mesh sizes, zero_stage, ..., no trust_remote_code."""
+    """Return the JSON Schema of `Plan.knobs`: the loader arguments (mesh sizes, zero_stage, ...) that a plan sets."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
     properties = dict.fromkeys(counts, COUNT) | {

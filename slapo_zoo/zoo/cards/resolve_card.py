@@ -66,8 +66,7 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
     """Return the directives (changes of modules) in a .json file of `Schedule.to_json`; None if `name` is no such file.
-
-    Rank 0 reads the file for all ranks. The file fits one mesh only, but does not say which.
+    Rank 0 of `mesh` reads the file for all ranks. The file fits one mesh only, but does not say which.
     """
     if not name.endswith(".json"):
         return None

@@ -79,7 +79,7 @@ def deepspeed_engine(
 
 
 class DeepSpeedTarget(TargetEngine):
-    """Scheduled model in DeepSpeed's engine `native`, which clips, steps and clears gradients itself."""
+    """Scheduled model in a DeepSpeed engine (attribute `native`), which clips, steps and clears gradients itself."""
 
     def update(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
         loss = self.model.train_step(batch, micro_batches or self._accumulation())
