@@ -1,6 +1,6 @@
 """Program of the child process that verifies a schedule or derives one: JSON request on stdin, JSON outcome on stdout.
 
-Requests to verify a schedule, derive a sharding table, and find how cp ranks get positions (`answer` explains the keys):
+Requests to verify a schedule, to derive a sharding table, and to find how cp ranks get positions (keys: see `answer`):
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
  "layers": false, "folder": null, "knobs": {}}
 {"config": {...}, "cls": "BloomForCausalLM", "sizes": [2, 1, 1], "knobs": {}}
