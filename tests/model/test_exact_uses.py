@@ -19,6 +19,17 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("exact")
 
 
+def with_penalty(model):
+    return lambda output, _: output.loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def weighted(logits, labels, vocab_size, **_):
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), shifted.flatten(), torch.linspace(0.1, 2.0, vocab_size)
+    )
+
+
 def of_a_process(folder, virtual):
     """Counts of targets, logits of a step, a teacher in the loss, autocast and encoder states: what the user sees of each."""
     model = AutoScheduledModel.from_pretrained(folder, exact=virtual, seed=3).train()
@@ -35,9 +46,15 @@ def of_a_process(folder, virtual):
         return (out.logits - states[-1].sum((1, 2))[:, None, None]).square().mean()
 
     found.append(float(model.train_step(batches[1], loss_fn=distilled)))
+    model.zero_grad()
+    model.train_step(batches[1], loss_fn=with_penalty(model))
+    found.append(float(model.clip_grad_norm_(1.0)))
+    model.loss_function, own = weighted, model.hosted[0].loss_function
+    found.append(float(model.train_step(batches[1])))
+    model.loss_function = own
     with torch.autocast("cpu", torch.bfloat16):
         output = model(**batches[0])
-    found += [float(output.loss.detach()), output.logits.dtype]
+    found += [float(output.loss.detach()), output.logits.mul_(2).dtype]
     child = os.fork()  # as a DataLoader does for its workers
     if not child:
         os._exit(0)
@@ -48,11 +65,14 @@ def of_a_process(folder, virtual):
 
 def test_virtual_ranks_of_a_process_return_counts_logits_and_casts_of_all_its_rows(root, ranks):
     folder = checkpoint(GPT2, root)
-    one, two = (ranks.run(of_a_process, 1, folder, {"dp": dp})[0] for dp in (1, 2))
-    for mine, its in zip(two[:6], one[:6], strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
-    assert two[6] == pytest.approx(one[6], rel=2e-2)
-    assert two[7:] == one[7:] == [torch.bfloat16, 0]
+    one, *several = (
+        ranks.run(of_a_process, 1, folder, mesh)[0] for mesh in ({"tp": 1}, {"dp": 2}, {"tp": 2})
+    )
+    for found in several:
+        for mine, its in zip(found[:8], one[:8], strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+        assert found[8] == pytest.approx(one[8], rel=2e-2)
+        assert found[9:] == one[9:] == [torch.bfloat16, 0]
 
 
 def refused(folder, exact, options, act):
@@ -109,6 +129,10 @@ def in_any_order(model):
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     except RuntimeError as error:
         raise SlapoError("test", "", str(error)) from None
+
+
+def called_in_part(model):
+    model.transformer(torch.ones(2, 3, dtype=torch.int64))
 
 
 def adafactor(model):
@@ -191,6 +215,12 @@ def after_close(model):
             {},
             generated,
             "ExactModel: generate: only a model loaded without exact= has this attribute",
+        ),
+        (
+            {"tp": 2},
+            {},
+            called_in_part,
+            "ExactModel: transformer: only a model loaded without exact=",
         ),
         ({"tp": 2}, {}, called_by_position, "the same logits"),
         ({"tp": 2}, {}, in_any_order, "does not have a deterministic implementation"),

@@ -111,12 +111,7 @@ def _broadcast(
     is_first = mesh.rank == first
     shapes: list[Any] = [None]
     if is_first and batch is not None:
-        shapes = [
-            {
-                k: (v.shape, v.dtype) if isinstance(v, Tensor) else (None, v)
-                for k, v in batch.items()
-            }
-        ]
+        shapes = [{k: (v.shape, v.dtype) if isinstance(v, Tensor) else (None, v) for k, v in batch.items()}]  # fmt: skip
     dist.broadcast_object_list(shapes, first, group=group)
     if shapes[0] is None:
         raise SlapoError("broadcast_batch", "batch", NO_BATCH, HINT)

@@ -202,10 +202,23 @@ class ExactModel(Unwrapped, nn.Module):
         models = self.__dict__.get("_modules", {}).get("hosted", ())
         if name in ("config", "device", "dtype") and models:
             return getattr(models[0], name)
-        if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
+        if name not in ("on_each_rank", "hosted") and any(
+            hasattr(type(m), name) or name in m._modules for m in models
+        ):
             problem = "only a model loaded without exact= has this attribute"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `loss_function` and `input_check_interval` are set on the models of all hosted ranks, too."""
+        for model in self.hosted if name in ("loss_function", "input_check_interval") else ():
+            setattr(model, name, value)
+        super().__setattr__(name, value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an iterator of (name, parameter) of all hosted ranks; in a loss_fn of the rank that calls it, alone."""
+        own = self._of(dist.get_rank()) if runs_a_rank() else super()
+        return own.named_parameters(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise NotBuiltError: the threads that run a model of `exact=` cannot be copied with it."""
@@ -255,10 +268,8 @@ class ExactModel(Unwrapped, nn.Module):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Step each virtual rank in its thread; return (args, kwargs) for an `optimizer.step` without their parameters.
 
-        Return None if `optimizer.step` shall step all parameters itself.
-
-        The thread of a rank runs on one CPU core, so that bits do not depend on the number of cores; in the
-        caller's thread all ranks would be stepped one after another on that one core.
+        Return None if `optimizer.step` shall step all parameters itself. In the caller's thread one CPU core would step
+        all ranks, one after another.
 
         Args:
             optimizer: optimizer over the parameters of all hosted ranks.

@@ -46,11 +46,7 @@ class Exactness:
         where = f"{prod(self.sizes)} processes (tp={tp} pp={pp} dp={dp}) and one process"
         if self.digests == self.of_one:
             return f"{where}: the same bits in {STEPS} steps of AdamW with dropout, digest {self.digests[-1][:12]}"
-        step = next(
-            i
-            for i, pair in enumerate(zip(self.digests, self.of_one, strict=True))
-            if len(set(pair)) > 1
-        )
+        step = [a == b for a, b in zip(self.digests, self.of_one, strict=True)].index(False)
         return f"{where}: step {step} has other bits; {self.difference or 'no operation differs when it is repeated'}"  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class _Bridge(torch.autograd.Function):
     def forward(ctx: Any, trigger, host, parts, copies, after, *found):
         ctx.given = host, parts, copies, after
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in found)
+        return ctx.mark_dirty(*found) or found  # the user may change them in place
 
     @staticmethod
     @once
