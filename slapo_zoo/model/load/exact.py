@@ -202,9 +202,7 @@ class ExactModel(Unwrapped, nn.Module):
         models = self.__dict__.get("_modules", {}).get("hosted", ())
         if name in ("config", "device", "dtype") and models:
             return getattr(models[0], name)
-        if name not in ("on_each_rank", "hosted") and any(
-            hasattr(type(m), name) or name in m._modules for m in models
-        ):
+        if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) or name in m._modules for m in models):  # fmt: skip
             problem = "only a model loaded without exact= has this attribute"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
