@@ -273,7 +273,7 @@ class _Blocks:
         self.kept = 1.0 - given.p if hashed_or_drawn else 1.0  # share of weights that a mask leaves
 
     def of(self, row: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield the slices (heads, queries, keys) of each block of scores in batch row `row`, which later calls act on."""
+        """Yield slices (heads, queries, keys) of each block of scores in batch row `row`, which becomes `self.row`."""
         scale, self.row, self.drawn = self.given.scale, row, None
         queries = self.q[row].to(self.dtype)
         self.queries = queries if scale == 1.0 else queries * scale

@@ -255,7 +255,7 @@ def _one_pass(
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return total + a b, summed in dtype `wide`; if total is None, a b in the dtype of a."""
+    """Return total + a @ b, summed in dtype `wide`; if `total` is None, return a @ b in the dtype of a."""
     if total is None:
         return products.mm(a, b)
     if wide == a.dtype:

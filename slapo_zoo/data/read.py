@@ -250,7 +250,7 @@ class Encoder:
 
 
 def _named_in(classes: Sequence[str], label: Any) -> Any:
-    """Return the name in `classes` of a label that is its index, or names for a list of labels; another label as it is."""
+    """Return item number `label` of `classes`, a list of items for a list of numbers; another label unchanged."""
     if isinstance(label, list):
         return [_named_in(classes, one) for one in label]
     is_known = not isinstance(label, str) and 0 <= label < len(classes)

@@ -127,7 +127,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
     """Return {alternative: function that runs forward and backward with arguments `given`, or text why it cannot run}.
 
     Alternatives are "ours" (the kernel `name`), "eager" (usual torch operations), "expert" (faster torch operations
-    that an expert would use, from baselines.EXPERT), "compile" (torch.compile, if `compile`) and "liger".
+    that an expert would use, from baselines.EXPERT), "compile" (torch.compile, if `compile`), "liger" (Liger Kernel).
     """
     kernel: Any = KERNELS[name]
     plain = PLAIN.get(name, kernel.reference)

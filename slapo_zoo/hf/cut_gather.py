@@ -89,7 +89,7 @@ def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context in which `attention.num_key_value_groups` is divided by `times`: the caller repeats each KV head so often."""
+    """Context with `attention.num_key_value_groups` divided by `times`: the caller has `times` copies of a KV head."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:

@@ -138,7 +138,7 @@ def used_in_several_places(
     """Return whether torch would compute the stage's backward wrong in two parts: input gradients, then weight gradients.
 
     That is so if a weight enters several operations between the stage's inputs and its outputs, or one of them and an
-    output that depends on no input; and if the user's loss has its own parameter, to which torch gives no gradient.
+    output that depends on no input. It is also so if the user's loss has its own parameter: torch gives it no gradient.
 
     Args:
         outputs: outputs of the stage.

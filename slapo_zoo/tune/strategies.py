@@ -180,8 +180,8 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the configuration to measure next, one of `left` (those not measured yet): `start`, then
-        a few that show memory use, then the one of largest expected gain; None if the gain is too small.
+        """Return the number of the configuration to measure next, one of `left` (those not measured yet): `self.start`,
+        then a few that show memory use, then the one of largest expected gain; None if that gain is too small.
 
         `known` maps the numbers of measured configurations to their outcomes.
         """

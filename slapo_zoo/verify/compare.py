@@ -229,7 +229,7 @@ class FixedTolerance(Tolerance):
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the allowed error: `relative` times `largest`, plus a hundredth of `relative` times `scale`."""
+        """Return the allowed error, relative * (largest + 0.01 * scale); for the arguments see `Tolerance.allowed`."""
         return self.relative * (largest + 0.01 * scale)
 
 

@@ -160,8 +160,8 @@ class Search:
         return [*map(_seamed, makes), *makes] if self.is_cut else makes
 
     def _has_plan(self) -> bool:
-        """Return whether a table can be made from the tp plan of `transformers`: the plan exists, and covers the
-        modules and the dropout of this config. If tp is 1, that table must also be right with tp = 2.
+        """Return whether the tp plan of `transformers` gives a table: there is a plan, and `table_of_plan` accepts it
+        (it refuses e.g. dropout, which no plan names). If tp is 1, the table must also be right with tp = 2.
         """
         if not plan_of(self.case.config):
             return False

@@ -73,7 +73,7 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
         except Exception as error:
             problem = problem or error
     said = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-    raise refusal(f"plain transformers cannot train a tiny model of it: {said}") from problem
+    raise refusal(f"plain transformers cannot train a tiny {cls.__name__}, on which cp would be tried: {said}") from problem  # fmt: skip
 
 
 def _with_all_kinds(config: Any, cls: Any, sizes: Sizes) -> Sizes:

@@ -191,5 +191,5 @@ def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | Non
             expected = kept.save if kept is not None else None
             if found != expected:
                 problem = f"this file has the save id {found}, {FILE} has {expected}"
-                hint = "the folder mixes files of two saves: copy all files of one save"
+                hint = "the folder mixes files of two saves, or of another program: copy all files of one save"
                 raise WeightsError(str(folder.path / name), "", problem, hint)

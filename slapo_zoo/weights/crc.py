@@ -69,7 +69,7 @@ def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
 
 
 def _fold(sums: np.ndarray, factor: int) -> int:
-    """Return the XOR over i of sums[i] * factor^(len(sums) - 1 - i), products of polynomials modulo that of the CRC."""
+    """Return the XOR over i of sums[i] * factor^(len(sums) - 1 - i), polynomials modulo the polynomial of the CRC."""
     while len(sums) > 1:
         if len(sums) % 2:
             sums = np.concatenate([np.zeros(1, np.uint32), sums])  # leading zeros do not change L

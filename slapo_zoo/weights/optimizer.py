@@ -43,7 +43,7 @@ class Several:
             one.state.update({p: kept for p, kept in self.state.items() if p in own})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all schedulers, by their index as text."""
+        """Return {index as text: state} of the schedulers; states of optimizers are read from the attribute `state`."""
         return {str(i): one.state_dict() for i, one in enumerate(self.each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

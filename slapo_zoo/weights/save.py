@@ -298,6 +298,6 @@ def _check_files(path: Path, layout: Layout) -> None:
         with SafetensorsFile(path / name) as file:
             found.update({key: Slot(name, entry.start) for key, entry in file.entries.items()})
     if found != layout.slots:
-        wrong = sorted(key for key, _ in found.items() ^ layout.slots.items())
-        problem = f"found {len(found)} tensors, expected {len(layout.slots)}: write_extras changed {wrong[:5]}"
-        raise WeightsError(str(path), "", problem, "let write_extras write no weight files")
+        wrong = sorted({key for key, _ in found.items() ^ layout.slots.items()})[:5]
+        problem = f"the argument write_extras changed the weight files: tensors {wrong} are missing, new or moved"
+        raise WeightsError(STEP, str(path), problem, "let write_extras write no weight files")

@@ -139,7 +139,7 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
     others = [item for item in target.iterdir() if not TOKENIZER_FILE.fullmatch(item.name)]
     if others and not is_same_kind:  # a tokenizer alone is often saved first
         names = ", ".join(sorted(os.listdir(target))[:5])
-        problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
+        problem = f"found a folder that is no checkpoint of this kind ({names}), expected none or an empty one"
         raise WeightsError(str(target), option, problem, hint)
 
 

@@ -101,7 +101,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Yield the parts of `shares` (slices of axis 0) in this rank's `rows`; offsets count from the first of them."""
+    """Yield the parts of `shares` (slices of axis 0) in this rank's `rows`; offsets count from the first such row."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)

@@ -178,8 +178,7 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # dropout of a tensor that all ba
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule by which a module's calls of F.dropout drop the same elements as without tp: the call on the output
-    of its `child`, whose last axis is sharded over tp and has the length named `size` (e.g. "ffn") unsharded, and calls on
-    unsharded tensors.
+    """Return the rule by which a module's F.dropout drops the same elements as without tp, on unsharded tensors and on
+    the output of its `child`. The last axis of that output is sharded over tp; `size` names its whole size: "ffn".
     """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

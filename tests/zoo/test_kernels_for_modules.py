@@ -311,7 +311,7 @@ def test_unpadded_encoder_keeps_padding_when_labels_or_hidden_states_need_padded
         assert seen == [(2, 12), (2, 12)]
 
 
-def test_kernels_on_the_layers_of_an_unpadded_encoder_are_accepted():
+def test_schedule_takes_the_kernel_unpadded_encoder_and_kernels_of_its_layers_together():
     """The unpadded encoder calls the layers with their kernels; ALBERT's shared activation is among them."""
     config, cls = tiny_config(Case("AlbertForMaskedLM", ("tokens",)))
     sch = Outline(

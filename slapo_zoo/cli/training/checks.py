@@ -145,8 +145,8 @@ def check_parent(path: Path, option: str) -> None:
 
 
 def check_evaluation(options: TrainOptions) -> None:
-    """Raise ConfigError for an option that lacks another which it needs, e.g. `patience` without evaluation rows, or if
-    the evaluation rows are the training rows.
+    """Raise ConfigError for an option that has no effect without another, e.g. `patience` without evaluation rows, or
+    if the evaluation rows are the training rows.
     """
     names = [name for name in ("eval_data", "eval_split") if getattr(options, name)]
     if options.evaluates:

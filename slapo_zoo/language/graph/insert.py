@@ -113,7 +113,7 @@ def carry_parameters(
             found = [tuple(p.shape) for p in given]
             has = "is None" if parameter is None else f"has shape {tuple(parameter.shape)}"
             problem = f"{name!r} of {_name(new)} {has}, the replaced modules have {found or 'none'}"
-            hint = "give it parameters of the names and shapes of the replaced modules, or leave out carry=True"
+            hint = "give the new module parameters of the same names and shapes, or leave out carry=True"
             raise ScheduleError(path or "(the model)", "replace(carry=True)", problem, hint)
         whole = given[0] if len(given) == 1 else nn.Parameter(torch.cat([p.detach() for p in given]))  # fmt: skip
         new._parameters[name] = whole

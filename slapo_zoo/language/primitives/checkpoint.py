@@ -66,7 +66,7 @@ class Checkpoint(Directive):
             hint = "choose one of these, or leave policy out to recompute everything"
             raise self.fail(site, problem, hint)
         if self.policy == SHARDED and output_of(site) == "partial":
-            problem = "each rank has another shard of the input, but this policy saves equal inputs"
+            problem = f"the input differs between tp ranks, but policy={SHARDED!r} needs the same input on all"
             hint = "choose another policy, or checkpoint a module around this one"
             raise self.fail(site, problem, hint)
         if self.subgraph is not None:

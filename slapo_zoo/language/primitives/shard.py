@@ -148,7 +148,7 @@ class Shard(Directive):
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
         if site.mesh.size(self.mesh_dim) > 1 and (what := self._reads_all(site)):
             problem = f"{what} of this {type(site.module).__name__} needs the unsharded tensor"
-            hint = f"leave {self.param_name!r} unsharded, or use a module without that (hooks: register them after shard)"
+            hint = f"leave {self.param_name!r} unsharded, or use another module; register gradient hooks after shard()"
             raise self.fail(site, problem, hint)
         if self.unit < 1 or self.together < 1 or self.shared < 0:
             problem = f"found unit={self.unit}, together={self.together}, shared={self.shared}"

@@ -66,7 +66,7 @@ def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> t
 
 
 def _in_tree(op: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested tuples, lists and dicts with `op` applied to the tensor that `_first` finds in them; None without one."""
+    """Return the containers `tree` with `op` applied to the first float (else first) tensor; None without a tensor."""
     leaves, spec = tree_flatten(tree)
     if (i := _first(leaves)) < 0:
         return None

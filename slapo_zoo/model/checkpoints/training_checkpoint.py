@@ -281,10 +281,10 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer of this rank}, {name: name under which the tensor is saved}).
+    """Return ({name: parameter or persistent buffer in `whole`}, {name: name under which the tensor is saved}).
 
-    Tied parameters are saved under one name. The tensors are those of `whole`, but for non-persistent buffers; under
-    ZeRO (`dp_shard=`) each parameter is only the rows that this dp rank holds.
+    Tied parameters are saved under one name. `whole` has the tensors of this tp and pp rank; under ZeRO (`dp_shard=`)
+    it has only those rows of each parameter that this dp rank holds.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}

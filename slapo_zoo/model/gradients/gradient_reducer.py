@@ -162,7 +162,7 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _count_stored(self) -> None:
-        """Note in its bucket that the newest gradient has arrived; start the all-reduce of each bucket now complete.
+        """Note that the parameter whose hook ran last has its gradient in `.grad`; all-reduce each bucket now complete.
 
         A gradient that `torch.autograd.grad` returns, which leaves `.grad` as it was, does not count.
         """

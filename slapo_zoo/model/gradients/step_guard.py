@@ -261,7 +261,7 @@ def _common_factor(row: list[float | None], alike: float) -> float | None:
 
 
 def _differ(marks: Sequence[Sequence[float]], loosely: float) -> bool:
-    """Return True if ranks have different gradients of a parameter; `marks` has (projection, norm) for each.
+    """Return True if ranks have different gradients of a parameter; `marks` has (projection, norm) for each rank.
 
     The projection is a weighted sum of the gradient's elements. The gradients are different if the projections
     differ by more than `loosely` times the largest norm.

@@ -202,7 +202,7 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model to `output_dir`, in `_save_checkpoint` all training state too; rank 0 adds the tokenizer."""
+        """Save the model to `output_dir`, and all training state if `_save_checkpoint` runs; rank 0 adds the tokenizer."""
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -314,7 +314,7 @@ def _clip_grad_norm(
         if not given & own.keys():
             continue
         if norm_type != 2 or given - own.keys() or any(not own[key] for key in own.keys() - given):
-            problem = "found not the parameters of one model, or not all that have a gradient"
+            problem = "found parameters of other modules too, or not all of the model that have a gradient"
             problem = f"found norm_type={norm_type}, expected 2" if norm_type != 2 else problem
             hint = "call it once per model with model.parameters(), or call model.clip_grad_norm_(max_norm)"
             raise SlapoError("Accelerator", "clip_grad_norm_", problem, hint)

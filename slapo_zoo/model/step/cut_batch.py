@@ -189,7 +189,7 @@ def _padded_mask(mask: Tensor, count: int) -> Tensor:
 
 
 def require_core_attention(model: Any) -> None:
-    """Raise SlapoError if an attention was replaced since the load: its keys would be those of this cp rank only.
+    """Raise SlapoError if an attention was replaced since the load: the new one sees the keys of this cp rank only.
 
     An attention module was not replaced if it still calls its child `core_attn`, which gathers the keys over cp.
     """

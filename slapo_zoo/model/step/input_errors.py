@@ -53,8 +53,8 @@ def require_device(model: Any, batch: Mapping[str, Any]) -> None:
 def _explain_media(model: Any, media: str, error: Exception) -> None:
     """Raise InputError if `error` has a known cause in the images, videos or sounds, the batch's entry `media`."""
     if "tokens do not match" in str(error):
-        problem = "its images (videos, sounds) do not fit the placeholder tokens of the rows; a micro-batch takes equally many per row"
-        hint = "pass micro_batches=1, or give each row equally many; otherwise correct the placeholder tokens"
+        problem = "the images (videos, sounds) do not fit the rows' placeholder tokens; a split batch needs equally many in each row"
+        hint = "pass micro_batches=1, or give all rows equally many images; if they do, correct the placeholder tokens"
         raise InputError("forward", media, problem, hint) from error
     if model._slapo.schedule.state.forward.tokens_divided and not isinstance(error, ValueError):
         problem = "this model adds features of images to the hidden states of all tokens, and a tp rank has some of the tokens"

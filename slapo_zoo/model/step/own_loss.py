@@ -79,7 +79,7 @@ def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
 def of_loss(part: Mapping[str, Any], cut: Any) -> dict[str, Any]:
     """Return the entries of a micro-batch for loss_fn, by their names without the prefix FOR_LOSS.
 
-    If tokens are sharded over cp (`cut` is not None), these are only the entries with FOR_LOSS, which have all tokens.
+    If tokens are sharded over cp (`cut` is not None), only entries with FOR_LOSS are returned: they have all tokens.
     """
     found = {name: x for name, x in part.items() if cut is None or name.startswith(FOR_LOSS)}
     return {name.removeprefix(FOR_LOSS): x for name, x in found.items()}

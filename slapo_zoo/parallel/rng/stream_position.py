@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """Path of a dropout module, with the hash of its beginning as a tensor: equal blocks then share a compiled graph.
+    """Path of a dropout module; the hash of `base` is a tensor, so torch.compile makes one graph for equal blocks.
 
     Args:
         base: a path, or the SiteName with which this name begins.

@@ -153,7 +153,7 @@ class StageTime:
         flops: floating-point operations of forward plus backward on one rank, recomputation included.
         comm: bytes that a rank sends over tp.
         received: bytes received from the previous stage.
-        units: number of units; ZeRO gathers and reduces each unit in a collective of its own.
+        units: number of blocks, embeddings and heads; ZeRO gathers and reduces each in a collective of its own.
         cut_comm: bytes that a rank sends over cp.
     """
 

@@ -66,7 +66,8 @@ def _yaml(text: str) -> dict[str, Any]:
     except CardError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise _refused(f"this is not valid YAML: {str(error).splitlines()[0]:.120}") from None
+        problem = f"this is not valid YAML: {str(error).splitlines()[0]:.120}"
+        raise _refused(problem, "correct the block between the two ---") from None
     if not isinstance(document, dict):
         raise _refused(
             f"found {type(document).__name__}, expected a mapping",

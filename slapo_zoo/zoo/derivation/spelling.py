@@ -126,8 +126,8 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
-    The rule holds the ends of the name and of each key, from the last dotted part of their common beginning on (not
-    if that is a number). If `numbered`, the first number 0 in the end of a key is an expert's index, and becomes {}.
+    The rule holds the end of the name and of each key: all dotted parts after their common beginning, and the last
+    common part unless it is a number. If `numbered`, the first 0 in a key's end is an expert's index, and becomes {}.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

@@ -89,7 +89,7 @@ class DeepSpeedTarget(TargetEngine):
     def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
         """Run forward and backward of `batch` in `micro_batches` parts and return the mean loss over all dp ranks.
 
-        The caller then calls `step()`, as in plain DeepSpeed. `micro_batches=None` takes the number in the config.
+        The caller then calls `step()`. `micro_batches=None` takes `gradient_accumulation_steps` of DeepSpeed's config.
         """
         return self.model.train_step(batch, micro_batches or self._accumulation())
 
