@@ -215,7 +215,7 @@ class ExactModel(Unwrapped, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Return an iterator of (name, parameter) of all hosted ranks; in a loss_fn of the rank that calls it, alone."""
-        own = self._of(dist.get_rank()) if runs_a_rank() else super()
+        own: Any = self._of(dist.get_rank()) if runs_a_rank() else super()
         return own.named_parameters(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
