@@ -124,12 +124,12 @@ def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
 
 
 class Workers:
-    """Callable that measures configurations in fresh processes, and checks their loss.
+    """Callable (configuration, steps) --> Outcome that measures configurations in fresh processes.
 
-    The loss must agree with that of one rank with `kernels="reference"`, which is measured first.
+    The outcome is "wrong" if the loss is not that of one rank with `kernels="reference"`, which is measured first.
 
     Args:
-        job: request for one measurement; each measurement replaces its configuration, steps and probe.
+        job: request for one measurement; each measurement replaces its configuration, steps and expected loss.
         timeout_s: seconds after which a measurement is stopped.
     """
 

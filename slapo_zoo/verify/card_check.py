@@ -73,7 +73,7 @@ def _outcome_of(request: str) -> dict[str, Any]:
 
 
 def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
-    """Compare a model that is sharded as the card in a folder says with the plain one; write the outcome into the folder.
+    """Compare loss and gradients of a model sharded by a folder's card (schedule) with the plain one; write verify.json.
 
     Args:
         folder: folder of the card.

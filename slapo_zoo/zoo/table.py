@@ -84,7 +84,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return (pattern of full paths, rule) pairs for a model, with the config's number for each `Dim` in a rule."""
+        """Return (pattern of full paths, rule) pairs for a model; the config's number replaces each name of a size in a rule."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}

@@ -239,7 +239,7 @@ def losses(capfd, *arguments):
 
 
 @pytest.mark.slow  # test_tasks.py resumes on tp, dp and pp, and test_preemption.py reads what a resumed run prints
-def test_train_command_resumed_on_another_mesh_prints_the_losses_of_one_run(
+def test_train_command_resumed_on_another_mesh_prints_the_losses_of_an_uninterrupted_run(
     gpt2, text, tmp_path, capfd
 ):
     """Three steps in one run equal two steps with tp=2 and a third in one process; a further start has no step left."""

@@ -1,4 +1,4 @@
-"""Commands `slapo-zoo list`, `derive` and `version`."""
+"""Commands `slapo-zoo list` (families), `derive` (sharding rules for a new family) and `version`."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

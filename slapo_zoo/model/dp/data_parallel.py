@@ -198,7 +198,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Set the default data parallelism, by gradient hooks, in a model's `runtime` state (schedule, plan, engine)."""
+    """Store in a model's `runtime` state the data parallelism without an engine; `Calls.prepare` adds gradient hooks."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer

@@ -32,13 +32,13 @@ SHARDED = "batch_is_sharded=True"
 def cut_batch(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Shard a batch over cp: return (entries with this rank's tokens of each row, entries without tokens).
+    """Shard a batch over cp: return (all entries that have tokens, with this rank's tokens alone; other entries).
 
     Args:
         model: a scheduled model.
         cut: which tokens each cp rank gets.
         tensors: entries with a batch axis and all tokens: [B, S], or a mask [B, 1 or H, S, S].
-        whole: the other entries; a tensor among them ([1, S]) applies to all rows.
+        whole: the other entries; a tensor among them ([1, S]) applies to all rows, and its tokens are sharded too.
 
     Raises:
         SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.

@@ -17,7 +17,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Encoder inputs as a dict, passed in place of encoder outputs; `generate` repeats its rows for beams."""
+    """Encoder inputs that `generate` passes to each forward as encoder outputs, with rows repeated for beams."""
 
 
 class LateEncoder(nn.Module):

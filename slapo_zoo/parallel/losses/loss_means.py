@@ -164,7 +164,7 @@ class GlobalMeans(TorchFunctionMode):
         weight = None if func in BCE else options.get("weight")
         by_class = func in BY_CLASS and not y.is_floating_point()
         if weight is not None and (self.targets is None or not by_class):
-            problem = f"{func.__name__} divides by weights (its argument weight=), not by a number of targets"
+            problem = f"{func.__name__} divides by weights (its argument weight=), so micro-batches and dp ranks cannot be averaged by counts of targets"
             raise _refusal(problem)
         if self.targets is None or not (self.in_own or weight is not None):
             if self.expected and by_class and self.targets is not None:

@@ -169,7 +169,7 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Store the position of a call at its first draw, under the state that torch's generator had when the call began.
+        """Store the position of the model's call at its first draw, under the state of torch's generator at the call's begin.
 
         A later call that begins from the same state (a recomputation) then draws the same numbers.
         """

@@ -148,7 +148,7 @@ class Moment(NamedTuple):
 
 
 class Footprint:
-    """Memory and work of every call of a unit (block, embedding, head) in one recorded forward and backward.
+    """Bytes of memory and FLOPs of every call of a unit (block, embedding, head) in one recorded forward and backward.
 
     Args:
         rows: the recorded operations, in order.

@@ -125,7 +125,7 @@ def layouts(
         blocks: number of blocks of the model, which bounds the number of stages.
         orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
-        cp: ranks that shard the tokens of each row; with cp > 1 only checkpoint_policy "" is tried.
+        cp: ranks that shard the tokens of each row; with cp > 1 recomputed blocks keep nothing (checkpoint_policy "").
         cp_attention: how attention gets the keys of other cp ranks: "gather", "ulysses" or "ring".
     """
     whole = tp > 1 and not sequence_parallel
