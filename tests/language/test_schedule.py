@@ -202,7 +202,7 @@ ERRORS = {
     "kernel": ("head", "replace", ("fast_linear",), {}, "head", "no kernel 'fast_linear'", "registered: ["),
     "refusal": ("head", "replace", ("picky_kernel_of_tests",), {}, "head", "it has 3 legs", "select only modules"),
     "root": ("", "replace", (nn.Linear(1, 1),), {}, "(the model)", "the root of the model cannot be replaced", "create a schedule of the new model instead"),
-    "attribute": ("layers.0.attention", "shard_attribute", ("n_heads",), {}, "layers.0.attention", "'n_heads'", "__init__ sets"),
+    "attribute": ("layers.0.attention", "shard_attribute", ("n_heads",), {}, "layers.0.attention", "'n_heads'", "name an int of the module"),
     "heads": ("layers.0.attention", "core_attention", (1,), {}, "layers.0.attention", "cannot be sharded over tp=2", "legal sizes of tp: "),
     "cut": ("", "cut_pipeline_stage", (), {}, "(the model)", "the whole model cannot be cut", "name one of its blocks"),
 }  # fmt: skip

@@ -86,7 +86,7 @@ def test_accelerate_clips_each_of_several_models_by_its_own_norm_and_gathers_eac
 
 WORDS = (
     "use slapo_zoo.ScheduledTrainer, or slapo_zoo.prepare", "found DataLoader, expected", "call slapo_zoo.save_checkpoint",
-    "call slapo_zoo.load_checkpoint", "pass targets=", "not the parameters of one model", "precision='bf16'",
+    "call slapo_zoo.load_checkpoint", "pass targets=", "found parameters of other modules too, or not all", "precision='bf16'",
 )  # fmt: skip
 
 
@@ -102,7 +102,8 @@ def test_accelerate_loop_has_the_results_of_one_process_and_refuses_unsupported_
     with torch.no_grad():
         half = float(again(**BATCH).loss) / 2
     for rates, norms, errors, loss in found:
-        assert all(word in error for word, error in zip(WORDS, errors, strict=True))
+        for word, error in zip(WORDS, errors, strict=True):
+            assert word in error
         assert (*rates, norms[0], loss) == pytest.approx((1e-2 / 2, 1e-2 / 3, norm, half), rel=1e-5)
     whole, own = (load_file(place / "model.safetensors") for place in (out, out / "own"))
     assert {k: v.shape for k, v in whole.items()} == {k: v.shape for k, v in own.items()}

@@ -102,7 +102,7 @@ def test_save_into_a_folder_with_a_tokenizer_succeeds_and_with_unrelated_files_i
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years")
-    with pytest.raises(WeightsError, match=r"no checkpoint \(thesis.txt\)"):
+    with pytest.raises(WeightsError, match=r"no checkpoint of this kind \(thesis.txt\)"):
         AutoScheduledModel.from_pretrained(source).save_pretrained(other)
 
 

@@ -118,8 +118,9 @@ def test_generate_returns_the_tokens_and_logits_of_plain_transformers(name, layo
 
 
 def heard(model):
-    torch.manual_seed(SEED)
-    sound = torch.randn(3, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    own = torch.Generator().manual_seed(SEED)  # ranks may be threads, which share torch's generator
+    size = 3, model.config.num_mel_bins, 2 * model.config.max_source_positions
+    sound = torch.randn(size, generator=own)
     return model.eval().generate(sound, max_new_tokens=6, do_sample=False)
 
 
