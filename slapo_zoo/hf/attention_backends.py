@@ -158,11 +158,8 @@ def require_backend(
         found = [
             n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
         ]
-        problem = (
-            f"{cls.__name__} does not support this backend"
-            if found
-            else f"{cls.__name__} has no attention whose backend can be chosen"
-        )
+        lacks = "does not support this backend" if found else "offers no choice of backends"
+        problem = f"{cls.__name__} {lacks}"
         hint = f"choose one of {', '.join(found)}" if found else "leave attention= out"
         raise ArchitectureError("attention", what, problem, hint)
     if problem := backend.problem(device.type, dtype):

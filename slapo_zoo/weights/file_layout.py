@@ -45,9 +45,7 @@ class Layout:
     def __or__(self, other: "Layout") -> "Layout":
         """Return the union of two layouts, e.g. of model and optimizer; a tensor in both raises WeightsError."""
         if twice := self.slots.keys() & other.slots.keys():
-            problem = (
-                f"the model and the optimizer both save a tensor of this name ({len(twice)} in all)"
-            )
+            problem = f"model and optimizer both save a tensor of this name ({len(twice)} in all)"
             raise WeightsError("save", min(twice), problem, "rename the module or parameter")
         return Layout(
             self.headers | other.headers, self.sizes | other.sizes, self.slots | other.slots,

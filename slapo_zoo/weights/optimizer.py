@@ -24,6 +24,7 @@ OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 FACTORED = "Adafactor"  # of each matrix it keeps sums of rows and of columns, which every tp rank holds unsharded
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
+SAME_GROUPS = "make the optimizer with the parameter groups that it had when saving"
 Record = dict[str, Any]
 
 
@@ -212,18 +213,22 @@ class Restored:
         self.targets: dict[str, Target] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
         _check_kind(optimizer, record)
+        unused = set(names.values()) & {n for one in record["groups"] for n in one["names"]}
         for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
             _check_options(decode(saved["options"]), group)
-            held = {_name_of(p, names, LOAD): p for p in group["params"]}
-            if differ := held.keys() ^ (set(names.values()) & set(saved["names"])):
-                lacks = "save" if min(differ) in held else "optimizer that you passed"
-                problem = f"the {lacks} has this parameter in another group, or not at all"
-                hint = "make the optimizer with the parameter groups that it had when saving"
-                raise WeightsError(LOAD, min(differ), problem, hint)
-            for name, p in held.items():
+            allowed = set(saved["names"])
+            for p in group["params"]:
+                name = _name_of(p, names, LOAD)
+                unused.discard(name)
+                if name not in allowed:
+                    problem = "the save has this parameter in another group, or not at all"
+                    raise WeightsError(LOAD, name, problem, SAME_GROUPS)
                 if name in record["state"]:
                     on_device = group.get("fused") or group.get("capturable")
                     self._state[p] = self._prepare(name, p, specs[name], bool(on_device))
+        if unused:
+            problem = "the saved optimizer has this parameter, the one that you passed has not"
+            raise WeightsError(LOAD, min(unused), problem, SAME_GROUPS)
 
     def _prepare(self, name: str, p: Tensor, spec: TensorSpec, on_device: bool) -> dict[str, Any]:
         """Return the state of parameter `p`, with empty tensors to fill. If `on_device` is True, numbers (the step) are

@@ -271,7 +271,7 @@ def a_stranger(model):
     [
         (other_class, "found SGD with 1 parameter groups, the saved one is AdamW with 2"),
         (other_groups, "in another group, or not at all"),
-        (fewer, "the optimizer that you passed has this parameter in another group, or not at all"),
+        (fewer, "the saved optimizer has this parameter, the one that you passed has not"),
         (a_stranger, "that is not in the model"),
     ],
 )
