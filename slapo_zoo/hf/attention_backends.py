@@ -158,7 +158,7 @@ def require_backend(
         found = [
             n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
         ]
-        lacks = "does not support this backend" if found else "offers no choice of backends"
+        lacks = "does not support this backend" if found else "has no attention whose backend can be chosen"  # fmt: skip
         problem = f"{cls.__name__} {lacks}"
         hint = f"choose one of {', '.join(found)}" if found else "leave attention= out"
         raise ArchitectureError("attention", what, problem, hint)
