@@ -44,7 +44,7 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for x [B, C, h, w]: for training, or for eval mode if B is 0. `like` has dtype and device."""
+    """Return random arguments for x [B, C, h, w], in eval mode for an empty batch (B = 0); `like` has dtype, device."""
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),

@@ -33,8 +33,8 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
 @triton.jit
 def mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
     """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
-    "keep" loads them from `keep` [M, N] where `ok`; "seeds" hashes them, with one of `seeds` for
-    every `cell` rows of x, and compares with `threshold`.
+    "keep" loads them from `keep` [M, N] where `ok`, True inside x; "seeds" hashes them, with one of
+    `seeds` for every `cell` rows of x, and compares with `threshold`.
     """
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]

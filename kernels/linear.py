@@ -64,7 +64,7 @@ def is_plain(module: nn.Module) -> bool:
 
 def _install(site: Any, **options: Any) -> None:
     """Replace the forward of the linear `site.module` by `_forward`, which runs this kernel, if oneDNN is faster than MKL
-    on this CPU. A forward that sharding has set before (row-parallel: bias after the all-reduce) is kept.
+    on this CPU. A forward that sharding has set (row-parallel: bias after all-reduce) is kept; `options` are ignored.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

@@ -60,7 +60,7 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether z (see the top of the file) differs from x: `arguments` hold a bias of x, a residual or a mask."""
+    """Return whether a norm's `arguments` have a bias of x, a residual or dropout, so that its input is not x."""
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped

@@ -1,5 +1,5 @@
 """Operators of the language-model losses: three statistics for each row of logits, and the gradient of the logits
-from those of the statistics.
+from the gradients of the statistics.
 
 The statistics are the log-sum-exp, the target's logit (0 if another rank holds it) and the sum of the logits:
 enough to combine shards of the vocabulary. A rank reads its logits once for the loss and once for the gradient,
@@ -151,7 +151,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
     """Return how many rows of the hidden states x to take at a time, so that their logits [rows, columns] fit into
-    `chunk_bytes`; at least 64, on a GPU 2048.
+    `chunk_bytes`; at least 64 rows on a CPU and 2048 on a GPU.
 
     `chunk_bytes` None is 1 GiB on a GPU: every chunk reads and writes the weight's gradient once, which with many
     small chunks takes longer than the GEMMs. On a CPU it is 128 MiB for fp32, where BLAS adds to the gradient as it

@@ -108,7 +108,7 @@ def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
 
 
 def _local(target: Tensor, start: int, stop: int) -> Tensor:
-    """Return, for each class in `target` [N], its column on this rank, which holds classes start..stop-1, or -1."""
+    """Return the column of each class in `target` [N] on this rank, which holds classes start..stop-1; -1 elsewhere."""
     return torch.where((target >= start) & (target < stop), target - start, -1)
 
 

@@ -52,7 +52,7 @@ class Head:
         summed: whether the module before the head all-reduces the gradient of the rows over the group.
         root: module whose weights `logits` reads; None takes `linear`.
         within: returns a context in which the weights of `root` are as in its forward: cast by mixed precision, and
-            gathered by ZeRO or FSDP; None makes one.
+            gathered by ZeRO or FSDP; None makes that context from `root`.
     """
 
     linear: Any

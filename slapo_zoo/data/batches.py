@@ -69,7 +69,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return {name: value} by which a resumed run recognizes the data: row count, settings, checksum; for any `step`."""
+        """Return {name: value} that identifies the data on resume: row count, settings, checksum; `step` is ignored."""
         return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:

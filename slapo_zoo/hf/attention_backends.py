@@ -81,7 +81,7 @@ def _xformers(
 def _aligned_bias(
     q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """Return mask (a causal one if None and `causal`) + position bias, [B, H, S, T], with a stride of 8 * n between rows."""
+    """Return mask (causal if None and `causal`) + position bias, [B, H, S, T]; the stride of S is a multiple of 8."""
     (rows, heads, length, _), width = q.shape, k.shape[-2]
     bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
     if position_bias is not None:

@@ -31,7 +31,7 @@ def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
     """Compute attention of this cp rank's tokens to all tokens; return (output [B, s, H, d], None or weights).
 
     Args:
-        cut: number of ranks (cp) that shard the tokens of each row, this rank's index, and the way of attention.
+        cut: number of cp ranks that shard the tokens of each row, this rank's index, and "gather", "ring" or "ulysses".
         given: the attention module of `transformers`; queries [B, H, s, d], keys and values [B, K, t, d] of this
             rank's tokens; mask or None; options of the attention function; function (q, k, v, mask, options) -->
             (output, weights) that computes attention.

@@ -117,7 +117,7 @@ def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
 
 
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `batch` with token ids and masks shortened to the tokens that one cp rank's blocks get, to read lengths from.
+    """Return `batch` with token ids and masks as short as what one cp rank's blocks get; only their lengths are valid.
 
     `state` is the state of a model's schedule. If `state.body` is None, `batch` has one cp rank's tokens already, and
     is returned unchanged.

@@ -89,7 +89,7 @@ def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context with `attention.num_key_value_groups` divided by `times`: the caller has `times` copies of a KV head."""
+    """Context with `attention.num_key_value_groups` divided by `times`: KV heads have been repeated `times` times."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:

@@ -97,9 +97,9 @@ def cut_example(
 ) -> dict[str, Tensor]:
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
-    `shift_labels` is added if the head shifts labels, and `position_ids` if `positions`, how the model finds positions,
-    is "counted", "counted by mask" or "counted real" and not "placed", "relative" or "none". Both have the shapes,
-    but not the values, that training (`slapo_zoo.model.step.cut_batch`) gives them.
+    `shift_labels` is added if the head shifts labels, and `position_ids` if `positions`, how the model finds positions
+    under cp, begins with "counted": the model must be passed position ids. Both have the shapes, but not the values,
+    that training (`slapo_zoo.model.step.cut_batch`) gives them.
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}
@@ -111,8 +111,8 @@ def cut_example(
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
     """Return a function (cut, tensors, others) --> (tensors with the first cp rank's tokens, others).
 
-    `cut.n` is the number of cp ranks; `tensors` and `others` are a batch's entries, only `tensors` are shortened. They
-    get `position_ids` if `positions`, how the model finds its tokens' positions, begins with "counted".
+    `cut.n` is the number of cp ranks; `tensors` and `others` are a batch's entries, only `tensors` are shortened.
+    `position_ids` are added to `tensors` if `positions` begins with "counted": the model must be passed them under cp.
     """
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 

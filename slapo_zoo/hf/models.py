@@ -258,7 +258,7 @@ def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
 
 def stays_wide(model: Any, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a tensor stays in fp32 in a model that computes in 16 bits: those of batch norms, and those whose
-    names match what the model's class lists.
+    names match `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` of the model's class.
 
     Args:
         model: the whole model.

@@ -53,7 +53,7 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
 
 
 def refusal(where: str, what: str, mesh: Mesh, hint: str = BESIDE["schedule"][1]) -> MeshError:
-    """Return a MeshError which says that the option `what` (as text) does not run with cp > 1; `hint`: what to use."""
+    """Return a MeshError which says that the option `what` (as text) does not run with cp > 1, and gives a `hint`."""
     problem = f"not supported together with cp={mesh.cp}"
     return MeshError(where, what, problem, f"{hint}; or use cp=1")
 
@@ -93,9 +93,9 @@ def require_core_attention(sch: Schedule, table: Table) -> None:
 
 
 def require_cp_support(table: Table, cls: Any, config: Any) -> None:
-    """Raise ArchitectureError unless the model class `cls` with this config is known to train right with cp > 1.
+    """Raise ArchitectureError if the model class `cls` or its config does not support cp > 1.
 
-    `table` has the sharding rules of the model family, and lists the classes that support cp.
+    `table`, the sharding rules of the model family, lists the classes that do. A config with `token_dropout` does not.
     """
     name, what = cls.__name__, "cp > 1"
     if table.positions_of(cls) is None:

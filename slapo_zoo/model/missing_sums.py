@@ -27,8 +27,8 @@ class ScheduleWarning(UserWarning):
 def missing_sums(sch: Schedule) -> list[str]:
     """Return texts that name modules of a schedule with wrong sums over tp: [] if none is found.
 
-    Problems are missing all-reduces, biases that an all-reduce sums tp times, and norms of sharded features. A `sync`
-    directive (a collective) counts at or around the sharded module. Replaced modules are skipped: they may all-reduce.
+    Problems are missing all-reduces, biases that an all-reduce sums tp times, and norms of sharded features. The `sync`
+    directive (a collective) may be at a module around the sharded one. Replaced modules, which may all-reduce, pass.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 
@@ -103,5 +103,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the paths of the parents of the modules at `paths`: a collective on an input covers siblings too."""
+    """Return the paths of the parents of the modules at `paths`: one collective on an input may serve all children."""
     return {path.rpartition(".")[0] for path in paths}

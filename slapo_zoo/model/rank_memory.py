@@ -99,7 +99,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
-    """Run forward and backward on `batch`; return {kind of tensor: bytes that these allocated}, at the peak of memory.
+    """Run forward and backward on `batch`; return {kind of tensor: bytes that the step allocated}, at the memory peak.
 
     Gradients, buffers, dropout's step count and the loss scale are restored afterwards.
     """

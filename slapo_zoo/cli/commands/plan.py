@@ -76,8 +76,8 @@ def plan(
 def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None, rows: int) -> Any:
     """Simulate a training step of one layout.
 
-    Returns (Forecasted: time and memory, list of a StageForecast per pipeline stage, Worth: throughput, MFU and
-    bottleneck, name of the hardware).
+    Returns (a Forecasted: time and memory; list of one StageForecast per pipeline stage; a Worth: throughput, MFU
+    and bottleneck; name of the hardware).
 
     Args:
         planner: planner of the model on that hardware.

@@ -99,9 +99,9 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """Return (name, (unsharded shape, shapes per rank, stages)) of each weight in `found`, the result of `survey`.
+    """Return (name, (unsharded shape, shape on each tp rank, pipeline stages that hold it)) of the weights in `found`.
 
-    Weights of one name and shape in several blocks become one entry, with `*` for the block number.
+    `found` is the result of `survey`. Weights of equal shape in several blocks are one entry, `*` for the block number.
     """
     rows: dict[str, list[Any]] = {}
     for name, (shape, local, stages) in found.shapes.items():

@@ -24,7 +24,7 @@ class Records(TrainerCallback):
 
     Args:
         run: Trainer that the callback belongs to; its `record` holds the last step's measurements.
-        tell: function called with each step's measurements; None on ranks that report nothing.
+        tell: function called after each step with (step index, measurements); None on ranks that report nothing.
     """
 
     def __init__(self, run: Any, tell: OnStep | None):
@@ -117,7 +117,7 @@ def _step_of(line: str) -> float:
 
 @contextmanager
 def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
-    """Context that yields a function to report steps: as a progress bar, or as lines without a terminal.
+    """Context that yields a function (step index, measurements) to report steps: by a bar on a terminal, else by lines.
 
     Args:
         steps: steps of the whole training.

@@ -233,7 +233,7 @@ class Ending(TrainerCallback):
 
     Args:
         run: Trainer that the callback belongs to.
-        stop: record of signals; None if signals are not handled.
+        stop: record of the signals that ask for a stop; None if signals are not handled.
     """
 
     def __init__(self, run: Run, stop: Stop | None):

@@ -41,7 +41,7 @@ SIZES = {
 
 
 class WideResNetConfig(PretrainedConfig):
-    """Config of a wide residual network; `WideResNetConfig.named("wide_resnet50_2")` gives a known size.
+    """Config of a wide residual network; `WideResNetConfig.named("wide_resnet50_2")` gives that of torchvision.
 
     Args:
         num_channels: channels of the image.
@@ -81,7 +81,7 @@ class WideResNetConfig(PretrainedConfig):
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> "WideResNetConfig":
-        """Return the config of a known size, e.g. "wide_resnet50_2", with 1000 labels; `changes` are other fields."""
+        """Return the config of the size with that name in SIZES, e.g. "wide_resnet50_2"; `changes` are other fields."""
         depths, width = SIZES[name]
         return cls(**{"depths": depths, "width_per_group": width, "num_labels": 1000, **changes})
 

@@ -156,7 +156,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which a placeholder of the shape before ZeRO replaces each ZeRO shard, because peft reads shapes."""
+    """Context in which peft sees each parameter that ZeRO shards as a placeholder with the shape before ZeRO."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -278,8 +278,8 @@ def _rule(
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
     """Return (directives for LoRA's matrix A, directives for B) that shard both to fit the weight of the layer at `path`.
 
-    `state` is that of the model's schedule, `placed` says how tp shards the weight (None: not sharded), `input_axis` is
-    the weight's axis of input features, `syncs` are the layer's collectives. SlapoError for an unsupported sharding.
+    `state` is the state of the schedule, `placed` the weight's sharding over tp (None: not sharded), `input_axis` the
+    weight's axis of input features, `syncs` the layer's collectives. SlapoError for an unsupported sharding.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -381,7 +381,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _fit_layers(model: Any, name: str) -> None:
-    """Let adapter `name` draw this rank's slice of dropout masks, and `merge` into the weight rows of this rank."""
+    """Let adapter `name` draw this rank's slice of dropout masks, and peft's `merge` change this rank's weight rows."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):

@@ -195,8 +195,8 @@ class _Save:
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
         """Collect this rank's tensors and state for a save; return the report that this rank sends to all ranks.
 
-        The report is (digest of the optimizer's record; the record: class, groups and state, None on all but one rank
-        of each stage; {kind of random generator: its state}; {"step": ..., "data_position": ..., "extra": ...}).
+        The report is (digest of the optimizer's class, groups and state; these themselves on one rank of each stage,
+        None on others; {kind of random generator: its state}; {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs

@@ -168,7 +168,7 @@ def _send(
 
     Args:
         run: range of indices, and the rank that holds the elements.
-        mine: this rank's shard of the tensor, or None.
+        mine: this rank's shard of the tensor; None if this rank holds none.
         full: the unsharded tensor to fill, on rank `to`; None elsewhere.
         dtype: dtype of the messages.
         rank: this rank.

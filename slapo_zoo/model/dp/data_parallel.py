@@ -50,8 +50,8 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context of one training step: `.grad` of this rank's `parameters` is None at its begin. At its end the
-        gradients from before the step are added to the new ones; an error restores those from before.
+        """Context of one training step, which begins with `.grad` of this rank's `parameters` set to None. At the end
+        the gradients from before the step are added to the new ones; an error restores the gradients from before.
         """
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
@@ -140,7 +140,7 @@ class DataParallel:
         return value
 
     def sends(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send tensors in `stream_weights`; under ZeRO only one replica's ranks may."""
+        """Return True: any rank may send tensors in `stream_weights`; under ZeRO only the ranks of one replica may."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
@@ -198,7 +198,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Store in a model's `runtime` state the data parallelism without an engine; `Calls.prepare` adds gradient hooks."""
+    """Set in a model's state `runtime` that hooks, not an engine, reduce gradients; `Calls.prepare` adds the hooks."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer

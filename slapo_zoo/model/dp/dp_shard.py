@@ -62,7 +62,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context in which one step computes the gradients of `parameters`; those of a failed step are dropped."""
+        """Context in which one step computes the gradients of `parameters`; those left by a failed step are dropped."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -102,7 +102,7 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce gradients after a step: those of a rank's rows over the ranks with the same rows, others over dp."""
+        """All-reduce gradients after a step: ZeRO shards over ranks with the same rows, other parameters over dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
@@ -119,8 +119,8 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return this rank's rows `value` of parameter `p`, its gradient or optimizer state, gathered over dp: a collective
-        call. A tensor that ZeRO does not shard is cloned. `shape` is that of the parameter before ZeRO sharded it.
+        """Return `value`, this rank's rows of parameter `p`, its gradient or an optimizer state, gathered over dp by a
+        collective. A tensor that ZeRO does not shard is cloned. `shape` is that of the parameter before ZeRO sharded it.
         """
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value

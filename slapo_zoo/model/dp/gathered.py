@@ -154,7 +154,7 @@ class Group:
         self.sums: list[Any] = [None] * len(parameters)  # unsharded gradients, in ZeRO-1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the group's attributes to pickle or copy, without gathered tensors and waiting gradients."""
+        """Return the group's attributes to pickle or copy, without gathered parameters and unreduced gradients."""
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:

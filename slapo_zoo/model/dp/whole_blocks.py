@@ -31,7 +31,7 @@ class Saved(Kept):
     """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it.
 
     Args:
-        block: the block whose parameter it is.
+        block: the block that the parameter belongs to.
         place: (index of a group in `block.groups`, index of the parameter in the group).
         layout: (size, stride, storage offset) of the saved tensor.
     """
@@ -120,7 +120,7 @@ class Block:
         self.blocks.running.append(self)
 
     def _require_own(self, module: nn.Module) -> None:
-        """Raise MeshError if a child with sharded weights was moved into the block after the load: it is not gathered."""
+        """Raise MeshError if a child was moved into the block after the load: no hook gathers its sharded weights."""
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):
