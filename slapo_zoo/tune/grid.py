@@ -81,7 +81,7 @@ class Grid:
 
         In the first configuration all symbols that matter for memory (batch size, recomputation) have the value that
         needs least. In each following one a single such symbol has the value that needs most. In the last one all
-        have their middle value. Other symbols have the values of `here` [symbols]: for each, the index of a value.
+        have their middle value. `here` [symbols] has the index of a value per symbol: other symbols keep that value.
         """
         axes = [j for j, n in enumerate(self.names) if MEMORY.get(n) and len(self.values[n]) > 1]
         low, high = np.array(here), np.array(here)

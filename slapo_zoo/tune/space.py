@@ -80,7 +80,7 @@ MOST_POINTS = 200_000
 
 
 class Space:
-    """Tuning space: symbols with candidate values, fixed in the order in which they were created."""
+    """Tuning space: symbols (tunable variables) with candidate values. Each is fixed at a value in order of creation."""
 
     def __init__(self) -> None:
         self.space: dict[str, Symbol] = {}

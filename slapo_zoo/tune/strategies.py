@@ -78,9 +78,9 @@ def fits(
     """Return, for each configuration of the grid, the probability that it fits into memory, squared out of caution: an
     array [points]. All are 1 until a configuration has failed.
 
-    If the peaks of three or more are known, a linear model of memory (`Grid.memory_terms`) is fitted to them; the limit
-    lies between the highest peak and the lowest estimate of a failure. Otherwise the probability is averaged over
-    assumed laws of memory use that agree with the outcomes (`_by_laws`).
+    If three or more configurations fit and all their peaks are known, a linear model of memory (`Grid.memory_terms`)
+    is fitted to the peaks; the limit lies between the highest peak and the lowest estimate of a failure. Otherwise the
+    probability is averaged over assumed laws of memory use that agree with the outcomes (`_by_laws`).
 
     Args:
         grid: all configurations of the search.

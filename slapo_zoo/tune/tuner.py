@@ -139,7 +139,7 @@ class Tuner:
         return self._measured(number, point, limits.steps)
 
     def _measured(self, number: int, point: Point, steps: int) -> Trial:
-        """Return the trial of configuration `number`, `point`, over `steps` steps: from the database, or measured now."""
+        """Return the trial of `point`, configuration number `number`, over `steps` steps: from the database, or measured now."""
         key = self.scope.key(point, steps)
         if key in self.database:
             return Trial(number, point, Outcome(**self.database[key]), was_known=True)

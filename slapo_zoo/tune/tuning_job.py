@@ -28,7 +28,7 @@ def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
     `checkpoint_policy` comes with a `checkpoint_ratio`.
 
     Args:
-        ranks: number of processes of a measurement, the product of tp, pp and dp.
+        ranks: number of processes of a measurement; over 1, all configurations have this product of tp, pp, dp and cp.
         symbols: name --> candidates; names are arguments of `from_pretrained`, `batch_size`, `threads`, `kernels`.
 
     Raises:

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.tuned import TUNING
 
 
 def printer(total: int) -> OnTrial:
-    """Return a callback that prints a line after each measurement, of `total` at most, with the best result so far."""
+    """Return a callback that prints a line per measurement: its number out of at most `total`, its result, the best so far."""
 
     def on_trial(trial: Trial, result: Result) -> None:
         best = result.best

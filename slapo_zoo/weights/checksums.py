@@ -34,8 +34,8 @@ class Checksums:
     """Content of the `checksums.json` of a checkpoint folder.
 
     Args:
-        save: id of the save.
-        tensors: weight file --> tensor --> CRC-32 of its bytes.
+        save: id of the save, a digest of the saved tensors.
+        tensors: name of a weight file --> {tensor name: CRC-32 of the tensor's bytes}.
         files: name of any other file, or of a weight file's header (`model.safetensors#header`) --> CRC-32.
     """
 
@@ -185,7 +185,7 @@ def _end_of_header(path: Path) -> int:
 
 
 def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless all files of `folders` have the id of the save that wrote `kept` (None: have no id)."""
+    """Raise WeightsError unless every file of `folders` has the save id `kept.save`, or no save id if `kept` is None."""
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None

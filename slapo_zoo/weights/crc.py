@@ -34,7 +34,7 @@ def _power(k: int) -> int:
 
 @cache
 def shift(count: int) -> int:
-    """Return x^(8 * count) modulo the CRC polynomial, the factor for a piece that `count` bytes follow."""
+    """Return x^(8 * count) modulo the CRC polynomial: the factor for the CRC of bytes with `count` bytes behind them."""
     found, k = 1 << 31, 0
     while count >> k:
         if count >> k & 1:
@@ -54,7 +54,7 @@ def linear(piece: "memoryview | bytes") -> int:
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return the part of the CRC-32 that is linear over GF(2), of rows `stride` bytes apart with zeros between them.
+    """Return the linear part (see `linear`) of the CRC-32 of rows that lie `stride` bytes apart with zeros between them.
 
     Args:
         piece: bytes of the rows, one after the other.
@@ -87,7 +87,7 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
 
 
 def combined(sums: Sequence[int], size: int) -> int:
-    """Return the CRC-32 of a tensor of `size` bytes; `sums` has the contribution of each rank that wrote parts of it."""
+    """Return the CRC-32 of a tensor of `size` bytes; `sums` has the linear part (see `linear`) that each rank's bytes add."""
     total = 0
     for one in sums:
         total ^= one

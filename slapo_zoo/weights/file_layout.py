@@ -64,7 +64,7 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
-    """Return the number of bytes that the tensor that `spec` describes takes in a file, unsharded."""
+    """Return the bytes that the unsharded tensor with the shape and dtype of `spec` takes in a file."""
     return math.prod(spec.shape) * torch_dtype(spec).itemsize
 
 

@@ -1,4 +1,4 @@
-"""Give a scheduled model on meta its values: read from a checkpoint, or newly drawn."""
+"""Fill a sharded model on the meta device with values: read from a checkpoint, or random."""
 
 import functools
 import re
@@ -140,7 +140,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Return an uninitialised parameter on `device` for a meta `tensor`; under ZeRO with this rank's rows (`over_dp`)."""
+    """Return an uninitialised parameter on `device` like `tensor` on meta; under ZeRO (`over_dp`) only this rank's rows."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
@@ -178,8 +178,8 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Draw the values of missing weights, one of `units` (a block, an embedding, a head) at a time; copy this rank's
-    shards of them into the tensors of `missing`. `skeleton` returns the unsharded model on meta.
+    """Fill the tensors of `missing`, {name: local tensor}, with random values: draw the unsharded weights of one of
+    `units` (blocks, embeddings, heads) at a time, copy this rank's shards. `skeleton` returns the unsharded meta model.
     """
     wanted: dict[str, list[str]] = {}
     for name in missing:
@@ -241,8 +241,8 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return a copy of `names`, the match of the model's tensors with checkpoint keys, which counts tensors as missing
-    whose shape in the file is not that in `expected`. `key_of` maps keys, renamed as in the model, to those in files.
+    """Return a copy of `names`, the match of model tensors with checkpoint keys, in which a tensor counts as missing if
+    its shape in the file differs from that in `expected`. `key_of` maps keys, renamed as in the model, to file keys.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
@@ -253,9 +253,9 @@ def _without_mismatched(
 def _refuse_untied(
     doubles: Sequence[tuple[str, ...]], folder: CheckpointFolder, mesh: Mesh
 ) -> None:
-    """Raise WeightsError when a file holds two different values for a tensor that the config ties.
+    """Raise WeightsError when a checkpoint holds different values under two keys that the config ties to one tensor.
 
-    `doubles` are groups of keys for one tied tensor. Rank 0 compares the values; all ranks raise alike.
+    `doubles` are groups of keys, one group per tied tensor. Rank 0 compares the values; all ranks raise the error.
     """
 
     def check() -> None:

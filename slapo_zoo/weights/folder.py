@@ -155,7 +155,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         return {n: file.metadata.get(SAVE_ID) for n, file in self._files.items()}
 
     def digest(self) -> str:
-        """Return a digest of names, dtypes, shapes and offsets of all tensors and the save id, without values."""
+        """Return a digest of the opened files: names, dtypes, shapes and offsets of their tensors, and the save id; no values."""
         known = {name: (file.metadata, file.entries) for name, file in sorted(self._files.items())}
         return digest(known)
 

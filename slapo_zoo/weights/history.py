@@ -16,7 +16,7 @@ STEP = re.compile(r"step-\d{8,}")
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from, or None if there is no checkpoint.
 
-    It is the first of these that holds a checkpoint: the target of the link `last`, `folder` itself, the newest
+    The result is the first of these that holds a checkpoint: the target of the link `last`, `folder` itself, the newest
     step folder. A folder that a killed save had moved away is moved back first.
     """
     if (folder / LAST).is_symlink():
@@ -43,9 +43,9 @@ def is_history(folder: Path) -> bool:
 
 
 def place_of(folder: Path, step: int, keep: int | None) -> Path:
-    """Return the folder for the checkpoint of a step: `folder` or, if it is a history of saves, a step folder in it.
+    """Return the folder for the checkpoint of a step: `folder`, or a step folder in `folder` if `folder` is a history.
 
-    `folder` is a history if it has the link `last`, or if `keep`, the number of saves to keep, is given.
+    A history is a folder of several saves: it has the link `last`, or `keep`, the number of saves to keep, is given.
     """
     has_history = keep is not None or (folder / LAST).is_symlink()
     return folder / f"step-{step:08d}" if has_history else folder

@@ -54,7 +54,7 @@ class Piece(Generic[S]):
     part: int
 
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """Return the view of this piece in `tensor`, this rank's shard of the model tensor; empty if another rank has it."""
+        """Return the view of this piece in `tensor`, this rank's shard of the model tensor; empty if other ranks hold it all."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
         rows = rows_of(tensor)  # under ZeRO, this dp rank's rows
         own = rows.first if rows else 0
@@ -91,7 +91,7 @@ class KeyMap:
     pieces: tuple[Pieces, ...] = ()
 
     def as_in(self, keys: Collection[str]) -> "KeyMap":
-        """Return a map that writes tensors under the older names (`LayerNorm.gamma`) that `keys` of a checkpoint use."""
+        """Return a copy of this map that also renames to the old spellings (`LayerNorm.gamma`) found in checkpoint `keys`."""
         older = [
             (file, model) for file, model in OLDER
             if any(file in key for key in keys) and not any(model in key for key in keys)
@@ -99,7 +99,7 @@ class KeyMap:
         return replace(self, renames=(*self.renames, *older))
 
     def to_model(self, key: str) -> str:
-        """Return the model's name of the tensor at a file key; a key that is such a name is returned unchanged."""
+        """Return the model's name of the tensor that files store under `key`; a model's name is returned unchanged."""
         for file, model in self.renames:
             key = _respell(key, file, model)
         return key

@@ -52,7 +52,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Return whether `part`, contiguous in a mapped file, can replace a CPU `tensor` of its shape and dtype, of >= 64 KiB."""
+    """Return whether `part`, in a mapped file, can replace the CPU `tensor`: same shape and dtype, contiguous, aligned, >= 64 KiB."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0

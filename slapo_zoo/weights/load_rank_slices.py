@@ -225,7 +225,7 @@ def read_ahead(
     source: Mapping[str, str], mesh: Mesh,
 ) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
     """Yield (name, this rank's slices of the mapped file) for every tensor name in `order`, while the operating
-    system prefetches the next slices. `source` maps names to checkpoint keys; `order` is that of the file.
+    system prefetches the next slices. `source` maps names to checkpoint keys; `order` should sort by file offset.
     """
     waiting: deque[tuple[str, list[Tensor]]] = deque()
     asked = 0

@@ -37,14 +37,14 @@ class Several:
         self.state = {p: s for one in self.each for p, s in getattr(one, "state", {}).items()}
 
     def give_state(self) -> None:
-        """Replace each optimizer's state by the entries of the attribute `state` for that optimizer's parameters."""
+        """Replace the state of each optimizer by its parameters' entries in the attribute `state`, {parameter: its state}."""
         for one in self.each:
             own = {p for group in one.param_groups for p in group["params"]}
             one.state.clear()
             one.state.update({p: kept for p, kept in self.state.items() if p in own})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {index as text: state} of the schedulers; states of optimizers are read from the attribute `state`."""
+        """Return {index of a scheduler as text: its state_dict}; the state of optimizers is in the attribute `state`."""
         return {str(i): one.state_dict() for i, one in enumerate(self.each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -302,6 +302,6 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
-    """Return the ranks whose optimizer has another digest (`digests`, by rank) than the first rank of the same stage."""
+    """Return the ranks whose digest of the optimizer (`digests`, by rank) differs from that on the first rank of their stage."""
     firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
     return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

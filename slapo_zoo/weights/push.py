@@ -49,7 +49,7 @@ class Push:
 
     @contextmanager
     def _answered(self, hint: str) -> Iterator[None]:
-        """Return a context for requests to the Hub: a request that fails raises WeightsError with `hint`."""
+        """Context in which a request to the Hub that fails raises WeightsError with the text `hint`."""
         from huggingface_hub import errors
 
         refused = errors.HfHubHTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError

@@ -66,7 +66,7 @@ def check_states(packed: Any, ranks: int) -> str:
 
 
 def sizes_of(mesh: Mesh) -> dict[str, int]:
-    """Return {mesh dim: size} as a checkpoint has it; "dp" also counts the ranks of a user's mesh dim that splits rows."""
+    """Return {mesh dim: size} for a checkpoint, "cp" only if over 1; "dp" covers all mesh dims that split the batch rows."""
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.size("batch"), "cp": mesh.size("cp")}
     return {name: size for name, size in sizes.items() if name != "cp" or size > 1}
 

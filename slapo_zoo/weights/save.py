@@ -177,8 +177,8 @@ class _Save:
             self.staging.publish()
 
     def _beside_others(self, kept: Checksums) -> Checksums:
-        """Return the checksums to write: `kept` or, for a variant (`model.fp16`) that is saved beside other weights, those
-        of the other weights, with the entries that `kept` has for config.json and other files without weights.
+        """Return the checksums to write: `kept`, those of this save. For a variant (`model.fp16`) beside other weights, return
+        the old checksums of the other weights, with the entries of `kept` for files without weights (config.json).
         """
         old = None if self.replaced is WEIGHT_FILE else read_checksums(self.target)
         if old is None or all(self.replaced.fullmatch(name) for name in old.tensors):

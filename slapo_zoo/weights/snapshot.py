@@ -50,7 +50,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
 
 
 def is_missing(folder: Path) -> bool:
-    """Return whether a folder is missing, even after a short wait; first undo the rename of a save that was killed."""
+    """Return whether a folder is missing after a short wait; if a killed save moved the folder away, move it back first."""
     if not folder.is_dir():
         bring_back(folder)
         time.sleep(PAUSE_S)

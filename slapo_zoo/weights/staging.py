@@ -144,7 +144,7 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
 
 
 def bring_back(target: Path) -> None:
-    """Move the old folder back to `target` if a save was killed between its two renames."""
+    """Move the older folder back to `target` if a save moved it away and was killed before the new folder was there."""
     if os.path.lexists(target) or not _beside(target, "previous"):
         return
     time.sleep(BLINK_S)  # a running save is between its renames only briefly

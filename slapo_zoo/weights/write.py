@@ -25,7 +25,7 @@ LEAST_FLUSHED = 2**20  # bytes
 class Share(NamedTuple):
     """Range of indices along the sharded axis that this rank writes to a file.
 
-    The indices start..stop-1 count in the unsharded tensor; `offset` is the index in the local tensor.
+    The indices start..stop-1 count in the unsharded tensor; `offset` is the index of `start` in the local tensor.
     """
 
     start: int
@@ -101,7 +101,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Yield the parts of `shares` (slices of axis 0) in this rank's `rows`; offsets count from the first such row."""
+    """Yield the parts of `shares` (ranges of axis 0) that lie in this rank's `rows`; their offsets count from rows.first."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)

@@ -93,7 +93,7 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """Forget the released storage with id `storage`; if only one fused chain used it, its bytes never count."""
+        """Forget the released storage with id `storage`; output of unfinished fused chains in it never counts as written."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
@@ -116,8 +116,8 @@ class Alive(NamedTuple):
 
     Args:
         size: bytes.
-        call: index of the call of a block, embedding or head in or before which it was allocated.
-        inside: whether it was allocated during that call, not before it.
+        call: index of the call (of a block, embedding or head) during or before which the storage was allocated.
+        inside: whether the storage was allocated during that call, not before it.
     """
 
     size: int
@@ -210,7 +210,7 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Record the work of the attention call whose last operation is `row`, and the bytes that it leaves
+        """Record the work of the attention call whose last operation is `row`, and the bytes that the call leaves
         allocated besides q, k, v and the output.
         """
         begin, live = self._begun.pop()

@@ -186,7 +186,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Simulate `order` with `virtual` stages per rank; return the most micro-batches in flight by pp rank and stage."""
+    """Simulate `order`, `virtual` stages per rank; return per pp rank the micro-batches in flight by stage, when most are."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

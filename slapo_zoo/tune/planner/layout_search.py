@@ -128,8 +128,7 @@ class Planner:
     def _refined(
         self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
     ) -> list[Forecasted]:
-        """Return forecasts of layouts that are faster than those in `fits` from which they were reached, by changing
-        one field of a layout at a time.
+        """Return forecasts of faster layouts, reached from the fastest ones of `fits` by changing one field at a time.
 
         `limit` is the bytes of memory per rank, `orders` are the pipeline orders to try (None: all).
         """
@@ -144,8 +143,8 @@ class Planner:
     def _mixed(
         self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
     ) -> list[Forecasted]:
-        """Return forecasts of layouts that keep, recompute or offload each block as is fastest within the limit, if
-        these layouts are faster than all of `fits`.
+        """Return forecasts of layouts that choose for each block to keep, recompute or offload its activations, in the
+        fastest way that fits into `limit`; only layouts that are faster than all of `fits`.
 
         Args:
             fits: forecasts of layouts that fit.
@@ -165,7 +164,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (`layout` with the lowest ZeRO stage of 0, 1, 3 that fits into `limit` bytes, else the highest; bytes)."""
+        """Return (`layout` with the lowest ZeRO stage of 0, 1, 3 that fits into `limit` bytes, else the highest; its bytes)."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:
@@ -302,11 +301,11 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies under `layout`, an int for each call of a block, embedding or head in the forward, a
+        """Return (recompute policies under `layout`; one int per call of a block, embedding or head, in order; a
         dict in which the caller caches memory and time of stages).
 
-        Two calls have equal ints if they cost the same in `profile`, so stages that are equal sequences of ints cost the
-        same: the sequence is the key of a stage in the dict. This result is itself cached, under the key `what`.
+        Calls of equal cost in `profile` have equal ints, so stages with equal sequences of ints cost the same, and the
+        sequence is the key of a stage in the dict. The whole tuple is cached too, under the key `what`.
         """
         if what in self._stages:
             return self._stages[what]

@@ -184,7 +184,7 @@ class Recompute:
     shares: int = 1
 
     def of(self, name: str) -> str:
-        """Return the policy of the module at path `name`: "keep", "recompute" (for ""), or another `policy` of Args."""
+        """Return the policy of module `name`: "keep", "recompute", "save_matmuls", "attention", "offload" or "sharded"."""
         found = self.policy if name in self.blocks else "keep"
         return self.each.get(name, found) or "recompute"
 

@@ -1,6 +1,6 @@
 """Profile a model: measure the cost of every block, embedding and head on one tp rank by dry runs on fake tensors.
 
-A model of many equal blocks is run with three per stack: the first, which may also make masks; the
+A model of many equal blocks is run with three per stack (encoder, decoder): the first, which may also make masks; the
 last, whose backward comes first; and one that stands for all others. Two numbers of rows are run; costs
 for other numbers are interpolated linearly.
 """
@@ -43,7 +43,7 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Model to profile, on the meta device: the model of a config and, if its blocks are alike, one of fewer blocks.
+    """Model to profile, on the meta device: the model of a config and, if its blocks are alike, a copy with fewer blocks.
     The costs of the blocks of the smaller model are repeated to the full depth.
 
     Two attributes may be set before the first profile: `target_len`, the tokens of a decoder's row if they are fewer
@@ -154,7 +154,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Convert (path, value) pairs of the smaller model to those of the full one, by repeats of the middle block."""
+        """Convert (path, value) pairs of the smaller model to pairs of the full one: the middle block's value is repeated."""
         found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")
@@ -227,11 +227,11 @@ class _Masks(RandomStream):
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """Return False: every runtime that the planner simulates keeps dropout masks in memory, none hashes them."""
+        """Return False: the planner counts dropout masks as held in memory, never as computed from a hash inside a kernel."""
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return a list of zeros, one dropout seed for each of `count` rows and each head in `heads`; `site` is unused."""
+        """Return a list of zeros, one dropout seed per batch row (`count`) or, with `heads`, per row and head; `site` is unused."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
@@ -243,13 +243,13 @@ class _Masks(RandomStream):
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return an uninitialised dropout mask for x, columns run[0]..run[1]-1 of `size`; `p`, `site` are unused."""
+        """Return an uninitialised dropout mask for x, which has columns run[0]..run[1]-1 of `size`; `p`, `site` are unused."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return an uninitialised dropout mask for x, one of `n` slices of the tokens; `p`, `site`, `r` are unused."""
+        """Return an uninitialised dropout mask for x, which has one of `n` slices of the tokens; `p`, `site`, `r` are unused."""
         if self.in_bytes or x.ndim > 2:
             return self.keep_mask(x, p, site)
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()

@@ -24,7 +24,7 @@ Fits = Callable[[Layout], bool]
 def refine(
     forecast: Forecast, fits: Fits, found: Sequence[Any], blocks: int, orders: Sequence[str] | None
 ) -> list[Any]:
-    """Return forecasts of layouts that are faster than those in `found` from which the refinement started.
+    """Return forecasts of faster layouts, reached from the fastest ones in `found` by changing one option at a time.
 
     Args:
         forecast: function from a layout to its forecast.

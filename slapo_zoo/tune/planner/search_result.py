@@ -61,7 +61,7 @@ class Found:
 def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
     """Return the error of a layout search that had no layout to forecast.
 
-    `refused` are (tp size, reason) pairs. If tp=1 is among them, every size was refused, and the error names the first;
+    `refused` are (tp size, reason) pairs. If the first is for tp=1, every size was refused, and the error has its reason;
     else it says that no layout splits `gpus` devices and `batch` rows evenly.
     """
     near = -(-batch // gpus) * gpus

@@ -84,8 +84,8 @@ def collective_seconds(
 def exchange_seconds(hardware: Hardware, ranks: int, moved: float, stride: int = 1) -> float:
     """Return the seconds of all-to-alls over `ranks` devices that are `stride` ranks apart, without the time to start.
 
-    `moved` is the bytes of the tensors that a rank reshards: the rank keeps one of `ranks` equal parts, and sends each
-    other part to its rank, over a link within the node and over its network card beyond.
+    `moved` is the bytes of the tensors that a rank reshards: the rank keeps one of `ranks` equal parts, and sends one
+    to each other rank, over a link within the node and over its network card beyond.
     """
     inside = min(ranks, max(1, hardware.per_node // stride))
     away = (ranks - inside) / ranks / hardware.network if ranks > inside else 0.0
@@ -275,7 +275,7 @@ def _pipeline(
     micro-batch on each rank).
 
     The seconds of 1F1B, interleaved 1F1B and GPipe follow a formula: the busiest rank works without pause, after one
-    wait for every other stage. Other orders are simulated action by action. `wait` has the transfer seconds to each stage.
+    wait for every other stage. Other orders are simulated action by action. wait[i] is the transfer time to stage i.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
