@@ -24,7 +24,7 @@ class Blame:
 
     Args:
         found: result of each rank of the scheduled model, with the tensors recorded at its modules.
-        truth: recorded tensors of the plain model in fp64, run on the whole batch.
+        truth: recorded tensors (Event --> Seen) of the plain model in fp64, run on the whole batch.
         plain: recorded tensors of the plain model in fp32; their distance from `truth` is the rounding error.
         partial: paths of modules whose output gradients may be partial sums on the tp ranks.
         experts: paths of modules that run only this rank's experts; modules inside them are not compared.
@@ -86,7 +86,9 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """Return the first rank whose recorded tensor `event`, or with `gradient` its gradient, is wrong; None if none is."""
+        """Return the first rank whose tensor of key `event` is neither the plain model's nor a shard of it; else None.
+        `gradient` True compares the gradients of these tensors instead.
+        """
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
         own = self.plain[event].grad if gradient else self.plain[event].value
@@ -141,7 +143,7 @@ class Blame:
     def _causes(self, index: int) -> tuple[str, ...]:
         """Return the paths of modules that can have made recorded tensor `index` (its number in forward order) wrong.
 
-        These are its module, the parent, and the children or, for an argument, the siblings that ran before.
+        These are the tensor's module and its parent, then for an output the children, for an argument earlier siblings.
         """
         event = self.order[index]
         if event.when == "out":
@@ -174,7 +176,7 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Sort the paths of modules that got the same tensor; outer containers (a stack that holds blocks) go last."""
+    """Return `paths` of modules that got the same tensor, but with outer containers (a list of blocks) at the end."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]

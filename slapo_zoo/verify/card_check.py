@@ -58,7 +58,7 @@ def request_for(
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Build the JSON request with which another process verifies a card's schedule on a mesh of `sizes` (tp, pp, dp).
-    `quick` takes a small model; `knobs` are pipeline_order, stages_per_rank and cp.
+    `child.answer` describes the keys. `quick` takes a small model; `knobs` are pipeline_order, stages_per_rank and cp.
     """
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,

@@ -81,7 +81,7 @@ class Case:
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:
-        """Return {config field: value} that every run sets when it loads the model; `dropped` adds dropout rates."""
+        """Return {config field: value} that each run sets when it loads the model; `dropped` sets dropout to 0.2."""
         drops = dict.fromkeys(self.drops, DROPOUT) if dropped else {}
         return {**changes_for_comparison(self.config), **drops}
 

@@ -89,9 +89,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
-    """Run a tiny model to find how a cp rank gets the positions of its tokens; return the family's rules with it.
+    """Return the family's sharding rules, completed by how a cp rank gets its tokens' positions, found on a tiny model.
 
-    Return None without cp, or if the rules say it already. `arguments` are keyword arguments of `core.verify`.
+    Return None with cp = 1, or if the rules hold this already. `arguments` are keyword arguments of `core.verify`.
     """
     if arguments.get("cp", 1) == 1:
         return None

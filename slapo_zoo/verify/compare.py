@@ -28,10 +28,10 @@ CHECKS: dict[str, str] = {
 
 @dataclass
 class Result:
-    """Outputs, loss, gradients and stepped weights of one run of a model, unsharded, under their HuggingFace names.
+    """Outputs, loss, gradients, and weights after an AdamW step, of one run of a model; unsharded, by HuggingFace name.
 
     `uncached` are outputs without KV cache, `norm` is the 2-norm of all gradients, `events` are tensors recorded at
-    modules, `tied` maps each name of a tied parameter to the one used here.
+    modules, `tied` maps each name of a tied parameter to the name used here.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Tolerance:
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return the largest distance of the plain runs from the fp64 run, in the value that `what` takes of a run."""
+        """Return the largest distance of the plain runs from the fp64 run, in the value `what(run)`."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
@@ -178,7 +178,7 @@ class Tolerance:
         Args:
             what: function that takes the value from a run.
             largest: largest absolute value among the elements of the value.
-            scale: magnitude of the values that it was computed from.
+            scale: magnitude of the values from which this value was computed.
         """
         return 2 * self.own_error(what) + FLOOR * max(largest, scale)
 
@@ -248,7 +248,6 @@ def _distance(found: Any, want: Tensor) -> float:
 
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
     """Compare outputs, loss, gradients and, after an optimizer step, gradient norm and weights with the plain model's.
-
     `found` has the result of each rank, `near` the plain runs; the outcome is recorded in `into`.
     """
     truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
@@ -312,7 +311,6 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
     """Compare the weights of `result` after AdamW with those of the plain runs in `near`; record differences in `into`.
-
     Where the plain gradient is 0 up to rounding, an error of two learning rates is allowed, as AdamW scales noise up.
     """
     truth = near.truth
@@ -373,7 +371,9 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Compare loss and gradients of a step with dropout, on the ranks of `found`, with those of one rank; record in `into`."""
+    """Compare loss and gradients of a step with dropout on all ranks (`found`) with those of a run on one rank.
+    `near` holds the one-rank runs, which give the tolerance; differences are recorded in `into`.
+    """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
     # the error of one number may be small by chance: gradients show how rounding grows

@@ -190,8 +190,8 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of modules with a directive that leaves partial sums as gradients (`field` "sync_op_or_fn"), or that
-        shards a number of experts (`field` "count"): the attribute `field` of the directive has a value in `meant`.
+        """Return the paths of modules whose output gradients are partial sums, by `sync` "all_reduce_twice" (if
+        `field` is "sync_op_or_fn"), or of modules whose experts are sharded (if `field` is "count").
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

@@ -49,10 +49,10 @@ def require_token_loss(cls: Any) -> None:
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
-    """Return a copy of `table`, rules of sharding, whose field `cut_tokens` has the value `positions` for class `cls`.
+    """Return a copy of `table` (sharding rules) whose field `cut_tokens` has the value `positions` for class `cls`.
 
-    It says how a cp rank gets its tokens' position ids: passed as "counted" (0, 1, ...), "counted by mask" or "counted
-    real" (padding skipped), numbered by an embedding ("placed"), in a bias ("relative"), or "none".
+    `positions` says how a cp rank gets its tokens' position ids: passed as "counted" (0, 1, ...), "counted by mask" or
+    "counted real" (padding skipped), numbered by an embedding ("placed"), in a bias ("relative"), or "none".
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 

@@ -141,7 +141,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the paths of stacks of blocks (encoder, decoder), to cut only one into stages; [] if pp=1 or one stack."""
+        """Return patterns of stacks (encoder, decoder), each to be cut alone into stages; [] with pp=1 or one stack."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -195,7 +195,7 @@ class Search:
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _drop_wrong_groups(self) -> None:
-        """Find by bisection the groups of modules that are wrong if only tp shards them, and leave them unsharded."""
+        """Find by bisection the groups of modules that are wrong if tp shards them; write them to `left_whole`."""
         tp_only = (self.sizes[0], 1, 1)
 
         def fine(some: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 
 class Seen:
-    """Copy of a tensor that entered or left a module; after the backward also of the gradient of an output.
+    """Copy of a tensor that entered or left a module (`value`), and of the gradient of an output (`grad`, or None).
 
     `rows` is the number of rows of the micro-batch (0: unknown); `source` is the `id()` of the original tensor.
     """

@@ -81,8 +81,7 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (description, tensor like `want`) for each way in which the ranks' `parts` may be tokens of flattened rows.
 
-    OPT flattens its activations to [rows * tokens, ...]; each rank then holds some tokens of every row. Every possible
-    number of rows is tried.
+    OPT flattens its activations to [rows * tokens, ...]; each rank then holds some tokens of every row.
     """
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
     if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:

@@ -116,7 +116,7 @@ def tolerance_of(case: Case) -> Tolerance:
     """Run the plain model; return its result and the allowed error of a scheduled model, as a Tolerance.
 
     If the scheduled model runs in another dtype than the plain fp64 run, this error is measured on plain runs in
-    its dtype that add in different orders.
+    the scheduled model's dtype that add in different orders.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])
@@ -291,7 +291,7 @@ def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
 
 
 def mean_sine(output: Any, _batch: Any = None) -> Any:
-    """Return a loss for a class that has none: a sum over the output's tensors; None if none of them takes a gradient."""
+    """Return a loss for a class without one: sum of the mean sine of each output; None if none requires a gradient."""
     values = output.values() if hasattr(output, "values") else output
     return sum(x.sin().mean() for x in values if isinstance(x, Tensor) and x.requires_grad) or None
 
@@ -377,7 +377,7 @@ def files(
 ) -> None:
     """Check that plain `transformers` loads what was saved in `folder`, bit for bit, finite, and that its forward runs.
 
-    `result` holds the weights that were saved, `batch` is the input of the run; the outcome is recorded in `into`.
+    `result` holds the weights that were saved, `batch` is the input of the forward; the outcome is recorded in `into`.
     """
     try:
         plain = cls.from_pretrained(folder, dtype=torch.float32)

@@ -147,10 +147,7 @@ class _Numbers:
         return found
 
     def as_named(self, report: Report, start: int) -> Report:
-        """Return a copy of `report` with the block numbers of the full model.
-
-        `report` was made on a model that has only the layers from number `start` on.
-        """
+        """Return a copy of `report`, made of the layers from number `start` on, with the full model's block numbers."""
 
         def named(path: str) -> str:
             number = None if self._shared else self._number(path)

@@ -41,8 +41,8 @@ class Seen:
     Args:
         logits: output [rows, S tokens, ..] of the perturbed rows (copies of a row with one token changed).
         modules: path of a module --> its first output [rows, S, ..], in the order in which modules end.
-        losses: kind of rows --> loss of a training step.
-        grads: kind of rows --> parameter --> gradient, unsharded and summed; empty where the logits were wrong.
+        losses: kind of rows (a key of `Rows.trained`) --> loss of a training step.
+        grads: the same key --> parameter --> gradient, unsharded and summed; empty where the logits were wrong.
     """
 
     logits: Tensor
@@ -66,7 +66,8 @@ class Rows:
 
 
 def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) -> str:
-    """Return how a cp rank has to get the position ids of its tokens so that the tiny model equals the plain one.
+    """Return how a cp rank has to get the position ids of its tokens, so that the tiny model of `case`, sharded by the
+    rules of `table`, computes what the plain model does.
 
     The value is one for `Table.cut_tokens`: "counted" (0, 1, ...), "counted by mask", "counted real" (without padding),
     "placed" (by an embedding), "relative" (in a bias) or "none". `way` is `cp_attention=`: "gather", "ulysses", "ring".
@@ -266,7 +267,9 @@ def reached(logits: Tensor) -> Tensor:
 
 
 def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
-    """Return the path of the first module whose output in `plain` is not equal to that of the cp `ranks`; else "the head"."""
+    """Return the path of the first module whose output on the cp ranks, concatenated over tokens, is not the plain one;
+    "the head" if there is none. `plain` and each rank's item of `ranks` are {path: output}.
+    """
     for path, want in plain.items():
         parts = [seen[path] for seen in ranks if path in seen]
         if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):

@@ -26,7 +26,7 @@ class Report:
             ("worst"); or "unmeasured" for a check that could not be made.
         findings: the differences that were found.
         divergence: the first module that differs, or None.
-        directives: (path, directive as source text) of this module and modules around it, the likeliest cause first.
+        directives: (path, source text) of the directives at the suspects of `divergence`, the likeliest cause first.
         error: text of the exception that the schedule raised, or None.
         seed: seed of weights, batch and dropout.
         seconds: wall time.

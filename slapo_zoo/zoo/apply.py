@@ -62,9 +62,9 @@ def apply_table(
 ) -> Schedule:
     """Apply the sharding rules of a family to the model of the schedule `sch`; return `sch`, which records the changes.
 
-    Besides tensor and sequence parallelism this sets random streams, kernels, recomputation and pipeline cuts. Rows
-    of the table that match no module of this head class are skipped, and so are shards of a tensor that the
-    module does not have (a Linear without bias).
+    Besides tensor and sequence parallelism this sets random streams, kernels, recomputation and pipeline cuts. Rules
+    whose pattern matches no module of this head class are skipped, and so are shards of a tensor that the module does
+    not have (a Linear without bias).
 
     Args:
         sch: schedule of a model on the meta device to which nothing was applied yet.

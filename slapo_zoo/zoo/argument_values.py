@@ -42,7 +42,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
 
 
 def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """Return mesh dim --> size for `world` processes; a size of None becomes `world` divided by the others.
+    """Return mesh dim --> size for `world` processes; a size of None becomes `world` / product of the other sizes.
 
     MeshError is raised if the product of the sizes is not `world`.
     """

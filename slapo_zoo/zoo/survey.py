@@ -32,7 +32,7 @@ class RankSize:
 
 @dataclass(frozen=True)
 class Survey:
-    """Shapes, parameters, collectives and kernels of a scheduled model.
+    """Shapes, parameter counts and collectives of a scheduled model on every rank.
 
     Args:
         outline: the scheduled model on the meta device.

@@ -147,7 +147,7 @@ class ConfigNumbers(Mapping[str, int]):
 
 
 def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
-    """Return a copy of a directive (change of a module) with the value in `dims` for each `Dim`, a number's name."""
+    """Return a copy of a directive (change of a module) with each placeholder `Dim` replaced by its value in `dims`."""
 
     def value(v: Any) -> Any:
         if isinstance(v, tuple):
@@ -189,7 +189,7 @@ def extend(
         model_type: model_type of the new table.
         source: code or paper that the new table was written from.
         without: patterns of the body rows of `base` to leave out.
-        body: rows to add.
+        body: rows to add for modules in the base model.
         heads: rows for modules outside the base model; None takes those of `base`.
         changes: any other field of `Table`.
 

@@ -63,7 +63,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return bounds by which `ranks` ranks share heads as unevenly as in the fields `own`; `self` for 0 ranks."""
+        """Return bounds by which tp ranks share the heads as unevenly as in config fields `own`; `self` for 0 ranks."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)

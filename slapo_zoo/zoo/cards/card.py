@@ -44,7 +44,7 @@ class Card:
     repo_id: str = "org/name@sha"
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata that README.md holds as YAML."""
+        """Return the model-card metadata (license, tags, schedule hash, mesh sizes, ...) of README.md."""
         program, sizes = self.program, dict(self.mesh)
         layout = [f"{name}-{size}" for name, size in sizes.items()]
         found: dict[str, Any] = {

@@ -71,10 +71,7 @@ def _constant(name: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Return the deepest nesting of brackets in a JSON text, which is not parsed yet; brackets in strings do not count.
-
-    After escaped characters are removed, every second part between quotes is a string.
-    """
+    """Return the deepest nesting of brackets in an unparsed JSON text; brackets in strings do not count."""
     depth = deepest = 0
     outside = " ".join(_ESCAPE.sub("", text).split('"')[::2])
     for bracket in _BRACKET.findall(outside):

@@ -162,7 +162,7 @@ def _draws_numbers(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def observe(model: Any, batch: Mapping[str, Tensor]) -> Observation:
-    """Run one training forward of a model and return what it did: which operations and dropouts ran, in which order.
+    """Run one training forward of a model; return its module calls, parameter uses, random draws and feed-forwards.
 
     Args:
         model: a tiny model in train mode, to which no schedule was applied.

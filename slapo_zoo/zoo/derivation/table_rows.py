@@ -112,7 +112,7 @@ class Modules:
 
 
 def undivided_table(config: Any, model: Any) -> Table:
-    """Return a table of rules that shards nothing and forbids micro-batches, if no rules can be derived for the model."""
+    """Return a table of rules that shards nothing and forbids micro-batches, for a model without derivable rules."""
     return replace(derive_table(config, model, Observation(), None), undivided=True)
 
 
@@ -201,12 +201,14 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether a path pattern is one of the patterns `others`, or matches modules inside those of one of them."""
+    """Return whether `pattern` is one of the patterns `others` or lies below one, as layers.*.mlp below layers.*."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return {field of `Table`: value} for fields other than rules that follow from the model or the observed forward `seen`."""
+    """Return {name: value} for the fields "renames", "pieces", "shifts_labels", "whole_batch" and "batch_statistics" of
+    `Table`, which follow from the model's class, its config and the observed forward `seen`.
+    """
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     routes = hasattr(config.get_text_config(), "output_router_logits")
@@ -265,8 +267,8 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule by which the dropout at `path` drops, of sharded outputs of the linears `makers`, the same elements
-    as without tp.
+    """Return the rule by which the dropout at `path` drops the same elements as without tp from its input, the sharded
+    output of the linears `makers`.
 
     The dropout may drop other tensors too. If one of `makers` has the same parent module, the rule applies to calls
     after that linear; otherwise to calls whose input has `width` columns.
