@@ -98,8 +98,8 @@ class Space:
 
         Args:
             name: name of the symbol.
-            vals: candidates, or a function whose parameters are names of earlier symbols.
-            when: function whose parameters are names of earlier symbols; where False, configurations lack this symbol.
+            vals: candidate values, or a function of earlier symbols (parameters have their names) that returns the values.
+            when: function of earlier symbols; configurations for which the function returns False lack this symbol.
         """
         known = self.space.get(name)
         if known is not None and known.is_fixed():
