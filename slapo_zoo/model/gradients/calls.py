@@ -37,7 +37,7 @@ class Calls:
         guard: StepGuard that checks the gradients before an optimizer steps.
         divided_parameters: True if an engine (FSDP2) trains parameters of its own, so that our gradient hooks on the
             model's parameters never run.
-        named: (name, trained parameter) pairs, without tensors that `functional_call` puts in their place.
+        named: (name, parameter) pairs of the trained leaf parameters; tensors of `functional_call` are left out.
         outside: state of the forward (padding, sharded tokens) that was active before the running backward, to restore
             afterwards; None if no backward runs.
         count: number of training calls in the user's own loop (without `train_step`).
@@ -95,10 +95,10 @@ class Calls:
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
-        """Prepare a forward call of the model or a submodule in the user's own loop: hook parameters, compare batches.
+        """Prepare a forward call of the model or a submodule in the user's own loop: register gradient hooks.
 
-        `batch` holds the arguments of the call; `trains` is True if the model is in training mode. Trained parameters
-        outside the model, from which the inputs are computed (a soft prompt), are hooked too.
+        `batch` holds the arguments of the call; if `trains` (training mode), tp and cp ranks compare hashes of `batch`.
+        Trained parameters outside the model from which the inputs are computed (a soft prompt) are hooked too.
         """
         if not torch.is_grad_enabled():
             return

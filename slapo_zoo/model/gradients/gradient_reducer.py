@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Hook `p`, unless it is hooked, to sum its gradient over the ranks planned for parameter `name`; return `p`."""
+        """Register on `p`, once, a hook that sums its gradient over the ranks planned for `name`; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -111,8 +111,8 @@ class GradientReducer:
         """Return the gradient that goes on to `.grad` of parameter `p`: `grad`, this rank's gradient, summed over those tp
         ranks that the model's plan lists for the parameter's `name`.
 
-        The gradient is averaged over dp here only if no bucket, engine or later step does so. `is_leaf` is False if `p`
-        is a computed tensor that `functional_call` put in the parameter's place.
+        The gradient is averaged over dp here only if no bucket, engine or later backward does so. `is_leaf` is False if
+        `p` is a computed tensor that `functional_call` put in the parameter's place.
         """
         if not self.is_open:
             self.runtime.calls.open()
@@ -199,7 +199,7 @@ class GradientReducer:
         return met
 
     def _have_grad(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return {id of each parameter with a gradient on some dp rank}; None if no exchange is due (`asks_hosts`)."""
+        """Return the id() of each parameter with a gradient on some dp rank; None if `asks_hosts` is False."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -249,7 +249,7 @@ class GradientReducer:
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients over tp, and of tied parameters over pp, at the end of a step; `named`: name --> parameter."""
+        """Sum gradients of `named` (name --> parameter) over tp, of tied ones over pp, after a step without `at_once`."""
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():

@@ -170,8 +170,8 @@ def _made_of(
 ) -> list[nn.Parameter]:
     """Return the parameters, outside any scheduled model, from which `tensors` are computed.
 
-    With `with_added` also those that the user added to a scheduled model after its load. The search through the
-    autograd graph does not look past the nodes `ends`.
+    With `with_added` also return parameters that the user added to a scheduled model after its load. The search
+    through the autograd graph does not look past the nodes `ends`.
     """
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)

@@ -145,9 +145,9 @@ class Unwrapped:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Return whether Accelerate is to leave the model as it is, as it asks before it wraps a model.
+        """Return True if Accelerate, which reads this property before it wraps a model, is to leave it unwrapped.
 
-        On several ranks SlapoError is raised, unless ScheduledTrainer or `slapo_zoo.prepare` has set this to True.
+        On several ranks raise SlapoError, unless ScheduledTrainer or `slapo_zoo.prepare` has set the property to True.
         """
         found = vars(self).get("_stays_unwrapped", False)
         if self.mesh.world_size > 1 and not found:
@@ -178,7 +178,7 @@ class Structure(Unwrapped):
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return the submodule at a path; peft's "embeddings.word_embeddings" is the input embedding of any model."""
+        """Return the submodule at a path; for the missing path "embeddings.word_embeddings" (peft's) the input embedding."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:

@@ -67,8 +67,8 @@ def whole_matrices(optimizer: Any) -> Any:
 def is_elementwise(optimizer: Any) -> bool:
     """Return whether an optimizer is known to update each element by the element's own gradient and state alone.
 
-    A subclass of such an optimizer is known, too, if its `step` extends that of its base class. A class of a user that
-    has the name of one of torch's (GaLore's AdamW) is not.
+    The result is also True for a subclass of such an optimizer whose `step` calls the base class's `step`, and False
+    for a class that only has the same name as one of torch's (GaLore's AdamW).
     """
     for cls in type(optimizer).__mro__:
         step = vars(cls).get("step")
@@ -123,9 +123,9 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
-    """Raise SlapoError if this process runs several ranks of a virtual mesh (`exact=`), and holds parameters of each.
+    """Raise SlapoError if one of `parameters` is of a model loaded with `exact=`, whose process runs several ranks.
 
-    `name` is the optimizer's class, for the error; `parameters` are its parameters.
+    `parameters` are those of an optimizer that may not work element by element, `name` is its class, for the error.
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
         problem = "the optimizer may not work element by element, and this process runs several ranks"  # fmt: skip

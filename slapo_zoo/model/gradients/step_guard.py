@@ -79,8 +79,8 @@ class StepGuard:
         """Copy a sample of the gradients at the end of a backward, when sums over ranks are complete.
 
         `named` maps names to trained parameters; this rank's `plan` says which are replicated. If the backward
-        `averaged` gradients over dp, replicas' weights are compared too. `trained` is the number of (pp, dp) ranks with
-        trained parameters; None: all.
+        `averaged` gradients over dp, replicas' weights are compared too. `trained` is how many ranks along pp and dp
+        have trained parameters (a scalar); None: all.
         """
         if not self.needed:
             return

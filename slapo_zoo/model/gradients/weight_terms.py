@@ -67,9 +67,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor for the gradient of a loss term in the weight `p` alone, which each rank has in full and the sum over
-    ranks shall count once: 1 / number of tp ranks that sum gradients of `p`, times the number of row shards of ZeRO.
-    `row` is the TensorPlan of `p`, which lists these ranks, or None.
+    """Return 1 / (number of tp ranks that sum gradients of `p`) * (number of shards of `p` in ZeRO). By this factor the
+    gradient of a loss term in the weight `p` alone is multiplied: each rank computes it in full, and the sum over ranks
+    shall count it once. `row` is the TensorPlan of `p`, which lists these ranks, or None.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0

@@ -134,9 +134,9 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, the number of their targets for a loss of the user's own, else None).
+        """Return (batches of one optimizer step, number of their targets); the number is None for the model's own loss.
 
-        For the model's own loss the numbers of targets are kept for the calls of `training_step` in this step.
+        For that loss the number of targets of each loss term is stored, and the calls of `training_step` read it.
         """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
@@ -149,8 +149,8 @@ class ScheduledTrainer(Trainer):
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of the batch `inputs`; return the batch's share of the step's
-        loss. `model` and `num_items_in_batch` are used only with a loss of the user's own.
+        """Run forward and backward of the batch `inputs`; return the batch's share of the step's loss. `model` and
+        `num_items_in_batch` are used only with a loss of the user's own.
         """
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)

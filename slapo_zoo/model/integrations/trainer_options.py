@@ -91,7 +91,7 @@ def _refuse_device(mesh: Any, device: Any) -> None:
 
 
 def _refuse_parts_of_rows(model: Any, args: Any) -> None:
-    """Raise SlapoError for the first option in `args` that is wrong if processes share rows, or read parts of rows."""
+    """Raise SlapoError for the first option in `args` that is wrong if ranks read the same rows or shard tokens."""
     mesh = model.mesh
     shares_rows = mesh.world_size > mesh.size("batch")
     if getattr(args, "precompute_ref_log_probs", None) and shares_rows:

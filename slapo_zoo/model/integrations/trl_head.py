@@ -59,7 +59,7 @@ def _scored(model: Any, output: Any, logits: Any, target: Any, items: Any) -> An
         model: the scheduled model.
         output: output of its forward.
         logits: [rows, tokens, vocabulary], divided by the temperature.
-        target: label of each position.
+        target: labels [rows, tokens].
         items: number of targets that the loss divides by; None: those in `target`.
     """
     from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]

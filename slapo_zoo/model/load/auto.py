@@ -209,8 +209,8 @@ class AutoScheduledModel:
 def within_budget(
     options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype
 ) -> LoaderOptions:
-    """Return the options with a `checkpoint_policy` (what each block saves for the backward) that fits the
-    budget `activation_memory=`; unchanged if none is given.
+    """Return the options with a `checkpoint_policy` (what each block saves for the backward) that fits the budget
+    `activation_memory=`; unchanged if no budget is given.
 
     Args:
         options: options of the model.

@@ -137,8 +137,9 @@ def consolidate_model(
 def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
-    """Replace the parameters `names` (on meta) of `module` by full ones on the CPU: in the shapes before sharding, from
-    `plan`, and drawn from a generator seeded by `path`. `init` is as `param_init_fn` of `consolidate_model`.
+    """Replace the parameters `names` (on meta) of `module` by unsharded ones on the CPU, in shapes that `plan` lists.
+
+    `init` initialises them: the `param_init_fn` of `consolidate_model`. The module's `path` seeds the random numbers.
     """
     before = {name: module._parameters[name] for name in names}
     for name in names:

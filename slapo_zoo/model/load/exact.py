@@ -43,7 +43,7 @@ _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
-    """Load a model that trains with the same bits on every mesh that divides the virtual one; return this process's part.
+    """Load a model that trains with the same bits on every mesh that divides the virtual one; return an ExactModel.
 
     `options.exact` gives the sizes of the virtual mesh, whose ranks are threads; each process runs an equal number.
 
@@ -214,7 +214,7 @@ class ExactModel(Unwrapped, nn.Module):
         super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an iterator of (name, parameter) of all hosted ranks; in a loss_fn of the rank that calls it, alone."""
+        """Return an iterator of (name, parameter) of all hosted ranks; within a loss_fn only of the rank that runs it."""
         own: Any = self._of(dist.get_rank()) if runs_a_rank() else super()
         return own.named_parameters(*args, **kwargs)
 
@@ -264,10 +264,10 @@ class ExactModel(Unwrapped, nn.Module):
         return self._host.run(call)[0]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Step each virtual rank in its thread; return (args, kwargs) for an `optimizer.step` without their parameters.
+        """Step the parameters of each virtual rank in its thread; return (args, kwargs) with which `optimizer.step`
+        steps the other parameters, or None if `optimizer.step` shall step all parameters itself.
 
-        Return None if `optimizer.step` shall step all parameters itself. In the caller's thread one CPU core would step
-        all ranks, one after another.
+        In the caller's thread one CPU core would step all ranks, one after another.
 
         Args:
             optimizer: optimizer over the parameters of all hosted ranks.
@@ -311,7 +311,7 @@ class ExactModel(Unwrapped, nn.Module):
         Args:
             batch: rows of this process; its virtual dp ranks (`virtual.dp / mesh.dp`) get equal slices, in order.
             *args: further arguments of `Scheduled.train_step`; each virtual rank splits its rows into `micro_batches`,
-                and `targets` counts those of this process.
+                and `targets` counts the targets in the rows of this process.
             **kwargs: the same by name.
         """
 

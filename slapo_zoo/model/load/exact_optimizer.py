@@ -32,7 +32,7 @@ def narrowed(value: Any, model: nn.Module) -> Any:
 
 
 def _with_parameters(optimizer: Any, kept: Collection[Tensor]) -> Any:
-    """Return a copy of an optimizer that steps only the parameters in `kept`, with the state dict of the original."""
+    """Return a copy of an optimizer that steps only the parameters in `kept` and shares the `state` of the original."""
     found = copy.copy(optimizer)
     found.param_groups = [
         {**group, "params": [p for p in group["params"] if p in kept]}

@@ -98,8 +98,8 @@ def whole_batch(cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-    """Raise SlapoError for an entry of a batch for which it is not known which axis holds the
-    tokens. `batch` are the tensors of the batch, `others` its other entries.
+    """Raise SlapoError for an entry of a batch that no rule says how to shard over cp, or that has a shape other than
+    the rule expects. `batch` are the tensors of the batch, `others` its other entries.
     """
     unknown = sorted(batch.keys() - TOKENS)
     unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)
@@ -124,7 +124,8 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
-    """Raise SlapoError if `options` (arguments of the forward) or the config ask for layers' hidden states or attentions.
+    """Raise SlapoError if `options` (arguments of the forward) or the config ask for layers' hidden states or
+    attentions of a model that shards the tokens where its blocks begin.
 
     A cp rank computes these outputs for its own tokens only. `n` is the number of cp ranks.
     """

@@ -41,8 +41,8 @@ _DOCUMENTS = (
 
 
 def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward on all ranks; every rank returns the output with unsharded
-    logits. `args` and `kwargs` are the arguments of the call.
+    """Run the model's own forward on all ranks; every rank returns the output with unsharded logits. `args` and
+    `kwargs` are the arguments of the call.
     """
     runtime: Runtime = model._slapo
     if runtime.within_engine:
@@ -95,7 +95,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return a forward, (model, args, kwargs) --> output, that torch.compile runs uncompiled, with a warning."""
+    """Return `forward_of` for models on several tp or pp ranks: torch.compile runs it uncompiled, with a warning."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 
@@ -168,7 +168,7 @@ def require_together(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def computing_with(model: Any) -> list[int]:
-    """Return the ranks with which a forward of a model communicates, this one included."""
+    """Return the ranks, this one included, with which this rank communicates in a forward (tp, pp, ZeRO)."""
     mesh, engine = model.mesh, model._slapo.data_parallel
     size = engine.shards.size if isinstance(engine, Sharded) else 1
     sharing = mesh.coord("loss") // size  # index of this rank's ZeRO group

@@ -17,7 +17,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Encoder inputs that `generate` passes to each forward as encoder outputs, with rows repeated for beams."""
+    """Encoder inputs that `generate` passes to each forward as `encoder_outputs` if pp > 1, repeated for beams."""
 
 
 class LateEncoder(nn.Module):
@@ -27,16 +27,14 @@ class LateEncoder(nn.Module):
     """
 
     def forward(self, **kwargs: Any) -> SourceTokens:
-        """Return the encoder's inputs as a dict, so that each decoder forward encodes them; without the labels that
-        Seq2SeqTrainer passes.
-        """
+        """Return the tensors in `kwargs`, inputs of the encoder, without labels; each decoder forward encodes them."""
         given = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k != "labels"}
         return SourceTokens(given)
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a batch; where `encoder_outputs` is a SourceTokens, the encoder's inputs that LateEncoder returns in
-    `generate` with pp > 1, those inputs replace it, so that the pipeline runs the encoder.
+    """Return a copy of a batch. If its entry `encoder_outputs` is a SourceTokens, a dict of the encoder's inputs, these
+    inputs replace the entry, so that the pipeline runs the encoder (in `generate` with pp > 1).
     """
     source = batch.get("encoder_outputs")
     if not isinstance(source, SourceTokens):
@@ -75,8 +73,8 @@ class Generates:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `transformers` does; all ranks pass the same arguments and return the same tokens.
 
-        With pp > 1 there is no KV cache, so each new token runs the whole sequence again. With `dp_shard=` all ranks
-        go on until the rows of each have ended.
+        With pp > 1 there is no KV cache, so each new token runs the whole sequence again. With `dp_shard=` every rank
+        runs forwards until the rows of all ranks have ended.
         """
         model: Any = self
         if model.mesh.pp > 1:
@@ -97,8 +95,8 @@ class Generates:
             runtime.generates = before
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the encoder; within `generate` with pp > 1, a module that returns its own inputs.
-        The pipeline then runs the encoder in each decoder forward.
+        """Return the encoder; within `generate` with pp > 1, a module that returns its own inputs. The pipeline then
+        runs the encoder in each decoder forward.
         """
         model: Any = self
         if model.mesh.pp > 1 and model._slapo.generates:

@@ -50,7 +50,7 @@ class MixedPrecision:
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Context in which a model's modules read casts of its parameters; the outermost context makes the casts."""
+        """Context in which modules read parameters cast to the compute dtype; the outermost context casts them."""
         if self.dtype is None and self.reads is None:
             yield
             return
@@ -84,7 +84,7 @@ class MixedPrecision:
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """Context of one step and its backward: modules read casts of the parameters; the casts are freed at its end."""
+        """Context of a training step: modules read parameters cast to the compute dtype; its end frees the casts."""
         self._in_step = True
         try:
             with self.computing(model):
@@ -110,7 +110,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[Tensor], mesh: Mesh) -> None:
-        """Divide gradients of `parameters` by the loss scale; on overflow on any rank, set all to None and halve the scale."""
+        """Divide gradients of `parameters` by the loss scale; if any rank overflows, clear them and halve the scale."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]
@@ -140,8 +140,8 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield (module, name, cast to `dtype`) of the floating parameters in another dtype, except those that must keep
-    theirs (`stays_wide`). Tied parameters share one cast.
+    """Yield (module, name, cast to `dtype`) of each floating parameter that has another dtype and need not keep that
+    dtype (`stays_wide`). Tied parameters share one cast.
     """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
@@ -155,8 +155,8 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
 
 
 def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the model's `forward` so that it runs in the model's compute dtype: parameters and
-    floating inputs are cast first. Labels keep their dtype.
+    """Return the model's `forward` wrapped to run in the model's compute dtype: parameters and floating inputs are cast
+    first. Labels keep their dtype.
     """
 
     @wraps(forward)

@@ -87,8 +87,8 @@ def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager
     """Context in which the model's loss is the sum of the losses of this rank's tokens, divided by the number of labels
     other than -100 on all cp ranks.
 
-    `given` is the batch with all tokens. The context does nothing without labels. With `num_items_in_batch` the loss
-    may be a sum divided by that number already (not in T5), which stays.
+    `given` is the batch with all tokens. The context does nothing without labels. If the batch has `num_items_in_batch`
+    and the model itself divides its sum of losses by that number (T5 does not), the loss stays as the model returns it.
     """
     if given.get("labels") is None:
         return nullcontext()

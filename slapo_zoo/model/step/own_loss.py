@@ -33,8 +33,8 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime, self.cut = loss_fn, divisor, runtime, cut
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return the value of the user's loss_fn, divided by `divisor`. `output` is the model's
-        output, `part` the micro-batch. SlapoError if the value is no scalar or has no gradient.
+        """Return the value of the user's loss_fn, divided by `divisor`. `output` is the model's output, `part` the
+        micro-batch. SlapoError if the value is no scalar or has no gradient.
         """
         given, output, began = of_loss(part, self.cut), whole_output(output), newest()
         with cutting(self.runtime.schedule.state.random, None):  # for a teacher that it calls

@@ -26,10 +26,8 @@ class Part:
     """Mixin for submodules such as `model.bert` or `model.encoder`, so that users may call them alone and train."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as torch does.
-
-        Outside of a call of the model, the call first does what a call of the model would: cast weights and inputs to
-        the compute dtype, gather ZeRO's shards, choose the dropout masks, hook gradients.
+        """Call the module as torch does. If no call of the whole model is running, first cast weights and inputs to the
+        compute dtype, gather ZeRO's shards, choose the dropout masks and register gradient hooks.
         """
         own: Any = super()
         model = self.__dict__[WHOLE]()
@@ -45,7 +43,7 @@ def _takes_cache(cls: Any) -> bool:
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a submodule of a model by `run(*args, **kwargs)` and return its output. If no call of the model is running,
-    first do for the submodule what such a call does (see the top of this file).
+    first cast weights and inputs, gather ZeRO's shards, choose the dropout masks and register gradient hooks.
     """
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
@@ -81,8 +79,8 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that users may call
-    these methods outside of a call of the model.
+    """Return {name: wrapper} of the methods `get_..._features` of `cls`, e.g. `get_image_features`; users may call the
+    wrappers while no call of the model is running.
     """
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ class Runtime:
         own_forward: forward of the model's own class.
         table: table of the model's family in `schedules/`: how its modules are sharded.
         pipeline: this rank's pipeline stages; None if pp is 1.
-        keys: maps names of parameters to their names in the family's files.
+        keys: maps names of parameters to their names in the family's checkpoint files.
         ledger: record of the load: bytes, files, seconds.
         adapters: adapter name --> shapes and placements of its matrices on this stage.
         peft_config: configs of the adapters, as peft keeps them.

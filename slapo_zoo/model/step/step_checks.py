@@ -54,8 +54,8 @@ def no_loss(problem: str) -> SlapoError:
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of micro-batches, `asked` or the default; MeshError if `rows` is no
-    multiple of it. `runtime` has the default, `asked` is None where the user gave no number.
+    """Return the number of micro-batches: `asked`; if None, the default in `runtime`; if that is None, one that the
+    pipeline order allows. MeshError if `rows` is no multiple of the number.
     """
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:

@@ -56,10 +56,11 @@ class StepCounts:
         return torch.arange(self.first, self.first + count, device="cpu")
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the counts of targets and padding, and whether rows are packed, in one micro-batch: `rows` rows of
-        this rank from index `start` on.
+        """Return the counts of targets and of real tokens, and whether rows are packed, in one micro-batch: `rows` rows
+        of this rank from index `start` on.
 
-        `own_loss` is True if the user's own loss is computed, `shown` if the user gets the output, padding included.
+        With `own_loss` (a loss of the user's own) both counts are None; with `shown` (the user gets the output) that
+        of real tokens is None.
         """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
@@ -160,7 +161,7 @@ def _read(
 
 
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether layers may leave out padding, by the model and by names and shapes (no values) in `batch`."""
+    """Return whether the model's layers may skip padding; of `batch` only names and shapes are read, no values."""
     state = model._slapo.schedule.state
     if model.mesh.size("cp") > 1:
         return False
@@ -178,9 +179,9 @@ def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def _runs_as_loaded(model: Any) -> bool:
-    """Return whether every module between the embeddings and the loss is known and acts token by token.
-
-    Hooks, wrappers, attention backends or another library's recomputation, if added since the load, make it False.
+    """Return whether all modules are of torch, transformers, peft or this package, and those that were added since the
+    load treat each token alone, e.g. nn.Linear. Hooks, wrappers, attention backends or another library's recomputation,
+    if added since the load, make the result False.
     """
     modules = list(model.modules())
     if _has_any_global_hook() or any(map(_is_watched, modules)):

@@ -1,4 +1,4 @@
-"""One training step on any mesh: check and split the batch, run its parts, reduce gradients, share the loss."""
+"""One training step on any mesh: check and split the batch, run micro-batches, reduce gradients, share the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -17,7 +17,7 @@ DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 
 
 def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a class or function for the engine `target`. `cls_type` is its job:
+    """Return a decorator that registers a class or function for the engine `target`. `cls_type` is the class's purpose:
     "runtime_engine" puts a scheduled model into the engine, "log_parser" reads figures from the engine's logs.
     """
 
@@ -29,10 +29,10 @@ def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
 
 
 def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any:
-    """Return the class or function that is registered (`register_dialect`) for one job of an engine.
+    """Return the class or function that `register_dialect` has registered for an engine.
 
     Args:
-        cls_type: the job: "runtime_engine" puts a model into the engine, "log_parser" reads the engine's logs.
+        cls_type: "runtime_engine" (puts a model into the engine) or "log_parser" (reads the engine's logs).
         target: name of the engine, e.g. "deepspeed".
         allow_none: return None for an unknown engine, instead of raising ScheduleError.
     """
@@ -110,8 +110,8 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
 
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
-    """Return a model wrapped in the engine named `target`; under torch without `options` the model itself.
-    `options` are the value of `target_options=`.
+    """Return a model wrapped in the engine named `target`; under torch without `options` the model itself. `options`
+    are the value of `target_options=`.
     """
     if target in (None, "torch") and not options:
         return model

@@ -103,7 +103,7 @@ class DeepSpeedTarget(TargetEngine):
 
 
 def import_deepspeed() -> Any:
-    """Return the module deepspeed, initialised, on a CPU without C++ extensions; SlapoError if it is not installed."""
+    """Return the module deepspeed, after a call of its `init_distributed`; SlapoError if it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -120,7 +120,7 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed config (dict or path of a JSON file), completed by defaults of this engine."""
+    """Return a copy of a DeepSpeed config (dict or path of a JSON file), with our defaults for missing options."""
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:

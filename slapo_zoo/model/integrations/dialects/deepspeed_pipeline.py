@@ -88,8 +88,8 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the
-    stage itself. `step` is the state of the running step, which the stages read.
+    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the stage itself. `step`
+    is the state of the running step, which the stages read.
     """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -182,17 +182,17 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage on `batch` in a step of DeepSpeed; return the last stage's output (others raise StageDone)."""
+        """Run this rank's stage on `batch`; return the output on the last stage; on others raise StageDone."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run forward, backward and optimizer step of micro-batches; return this rank's share, mean loss / (pp * dp).
+        """Run forward, backward and optimizer step of `count` micro-batches; return the mean loss divided by pp * dp.
 
-        `run`: (batch, row indices) --> loss; `tensors`: entries of the batch to split by rows into `count`
-        micro-batches; `others`: entries that all micro-batches share.
+        `run`: (batch, row indices) --> loss; `tensors`: entries of the batch that micro-batches split by rows;
+        `others`: entries that all micro-batches share.
         """
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}

@@ -24,7 +24,7 @@ class TargetEngine:
 
     Args:
         model: a scheduled model.
-        native: the engine's own object around it.
+        native: the engine's own object around the model.
         optimizer: the optimizer that the engine steps.
         clip: largest global gradient norm, to which `update` scales gradients; 0 does not clip.
     """

@@ -148,8 +148,8 @@ class _DdpStages(DataParallel):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss (0 without the last stage).
-        DDP's reducer averages gradients in the backward of the last micro-batch.
+        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss on the last stage, 0 on
+        others. DDP's reducer averages gradients in the backward of the last micro-batch.
         """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         return pipeline_step(pipeline, *step, before_last=self._expect_gradients)
@@ -193,8 +193,8 @@ class _Fsdp2Stages(_Fsdp2):
         native.set_reshard_after_backward(False, recurse=False)
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss (0 without the last stage).
-        Each backward reduce-scatters the gradients of its blocks.
+        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss on the last stage, 0 on
+        others. Each backward reduce-scatters the gradients of its blocks.
         """
         try:
             return pipeline_step(pipeline, *step)

@@ -14,7 +14,7 @@ from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp}, or {name: of(parameter)}, e.g. its gathered gradient. Collective."""
+    """Return {name: parameter gathered over dp}, or with `of` {name: of(parameter)}; a collective call."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
@@ -101,7 +101,7 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate ZeRO's flat optimizer state as its first step would, and fill in the loaded values.
+        """Allocate ZeRO's flat optimizer state as the first optimizer step would, and fill in the loaded values.
 
         `base` is the torch optimizer inside ZeRO's, which holds that state.
         """
