@@ -48,7 +48,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of a module's attribute `value`, in which functions that slapo_zoo defines are copied too.
 
-    `memo` is that of `copy.deepcopy`: id of an object --> its copy. Where a function's closure or a bound method's
+    `memo` is the memo of `copy.deepcopy`: id of an object --> its copy. Where a function's closure or a bound method's
     `self` holds an object of `memo`, the copied function or method holds the copy. Other functions are shared.
     """
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function

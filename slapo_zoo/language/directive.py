@@ -108,15 +108,15 @@ class State:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
 
     def put(self, path: str, new: nn.Module) -> None:
-        """Put `new` in the place of the module at `path`, wherever the model holds it; callers must call `index` next."""
+        """Replace the module at `path` by `new` in every parent that holds the module; then `index` must be called."""
         self.model = self.model if path else new
         for children, name in self._held.get(id(self.modules[path]), ()):
             children[name] = new
 
     def forget(self, path: str, new: nn.Module) -> None:
-        """Drop the records of what directives did to the module at `path` and below, since `new` is about to replace it.
+        """Remove all records (shards, recomputation, ...) of the module at `path` and below, before `new` replaces it.
 
-        Records of modules and tensors that `new` holds too are kept, under their new names.
+        Records of submodules and tensors that `new` also contains are kept, under their names in `new`.
         """
         parts = (*new.named_modules(), *new.named_parameters(), *new.named_buffers())
         held = {id(part): join(path, name) for name, part in parts}
@@ -152,7 +152,7 @@ class State:
         return [path for path in found if type(self.modules[path]).__name__ == class_name]
 
     def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
-        """Replace the parameter `old` by `new` in all modules, tied ones too; return the names of `new`."""
+        """Replace the parameter `old` by `new` in all modules, tied ones too; return all full names of `new`."""
         names = self.owners.pop(id(old))
         notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
         for key in notes.keys() - new.__dict__.keys():
@@ -240,7 +240,7 @@ class Directive:
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Construct the directive of the call `sch[path].<name>(...)`; wrong arguments raise ScheduleError with `path`."""
+        """Construct the directive of a call `sch[path].<name>(...)`; a ScheduleError for wrong arguments names `path`."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:
@@ -252,7 +252,7 @@ class Directive:
         """Raise ScheduleError if the directive cannot be applied to the module of `site`; change nothing."""
 
     def check_all(self, sites: list[Site]) -> None:
-        """Raise ScheduleError if the directive cannot be applied to each of the modules, or not to all of them together."""
+        """Raise ScheduleError if `check` fails at one module, or the directive cannot be applied to all together."""
         for site in sites:
             self.check(site)
 

@@ -63,8 +63,8 @@ def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> li
 def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:
     """Return the 2-norm of the gradients of the unsharded model, as one process would compute it.
 
-    `named` are names and local parameters of this rank. As its `plan` says, squares are summed over tp for parameters
-    sharded over tp, over dp for those sharded by ZeRO, and over pp.
+    `named` are names and local parameters of this rank. `plan` says how parameters are sharded: squares of
+    their gradients are summed over tp (if sharded over tp), dp (if sharded by ZeRO), and pp.
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
     named, mesh = list(named), plan.mesh

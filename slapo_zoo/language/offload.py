@@ -185,7 +185,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return ids of the storages of a module's parameters, buffers, and casts that replace parameters under their names."""
+    """Return ids of the storages of a module's parameters and buffers, and of parameters' casts to another dtype."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

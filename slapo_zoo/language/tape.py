@@ -89,12 +89,12 @@ class Ref(NamedTuple):
     """Description of a tensor in a recorded step, kept in place of the tensor itself.
 
     Args:
-        number: identity of the tensor; the result of an in-place operator has that of its input.
-        storage: identity of its memory, the same for all views; negative if it existed before the step.
+        number: identity of the tensor; the result of an in-place operator has the number of its input.
+        storage: identity of the tensor's memory, the same for all views; negative for memory allocated before the step.
         size: bytes of the whole memory.
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        requires_grad: value as seen by modules; inside an operator it is always False.
+        requires_grad: always False in rows of operators; in all other rows the tensor's `requires_grad`.
     """
 
     number: int
@@ -143,7 +143,7 @@ class Row(NamedTuple):
         output: result of a unit's call, flattened, with a Ref in place of each tensor.
         product: the matrix product or attention that the operator computes, or None.
         backward: True when the event happens during the backward.
-        amount: number that goes with `op`, e.g. bytes of a collective or the storage that is freed.
+        amount: bytes of a collective; FREE: `Ref.storage` of the freed memory; GRADIENT: index of the unit's call.
         transfer: the collective, or None for any other event.
     """
 
@@ -208,7 +208,7 @@ class Tape(TorchDispatchMode):
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:
-        """Append a `Row` with the operator or event `op` and the given fields; `unit` and `backward` are filled in."""
+        """Append a `Row` with operator or event `op` and the Row's `fields`; `unit` and `backward` are filled in."""
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 

@@ -49,7 +49,7 @@ class DataReads:
         return any(each.facts is not None for each in self.operations)
 
     def needed(self) -> "DataReads":
-        """Return a copy with only the operators on which a value that the forward read depends, or that write in place."""
+        """Return a copy with only the operators that write in place or lead to a value that the forward read."""
         found, used = DataReads(), set()
         for each in reversed(self.operations):
             in_place = isinstance(each.func, OpOverload) and each.func._schema.is_mutable

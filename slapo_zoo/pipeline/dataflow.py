@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor: output leaf `leaf` of call `call`, an index over all calls of units (blocks, heads)."""
+    """Identity of a tensor that a block or head returns: index `call` of that call, index `leaf` in its flat output."""
 
     call: int
     leaf: int
@@ -82,13 +82,13 @@ class Call:
             raise ScheduleError(self.unit, "pipeline", problem, hint)
 
     def with_written(self, leaf: int) -> "Call":
-        """Return this call with leaf `leaf` of its output marked as written in place."""
+        """Return a copy of this call whose output item `leaf` is marked as written in place by later code."""
         leaves = list(self.leaves)
         leaves[leaf] = replace(leaves[leaf], written=True)
         return replace(self, leaves=tuple(leaves))
 
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
-        """Return the call's output, made of the given tensors (leaf index --> tensor) and zeros for all other leaves."""
+        """Return the call's output, made of `tensors` (index in the flat output --> tensor), zeros for the others."""
         leaves = [
             (self.keep(i, tensors[i]) if i in tensors else leaf.stand_in(device))
             if isinstance(leaf, Shape) else leaf

@@ -5,7 +5,7 @@ computed on real data beside the fake tensors, and the result holds for every ba
 read are the same. Inside a unit (block, embedding, head), a module that branches on other data (experts) is assumed to
 return a tensor like its input; stages check that assumption against real outputs.
 
-Ranks that are threads, and later models with the same class, config, mesh sizes and changes to modules, share a dry run.
+Ranks run as threads, and later models with the same class, config, mesh sizes and changes to modules, share a dry run.
 """
 
 import json
@@ -80,7 +80,7 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 class DataTape(Tape):
-    """Recorder of the operators of a forward on fake tensors whose branches depend on data.
+    """Recorder of the operators that a forward runs on fake tensors, for a forward that branches on data.
 
     Tensors that are computed from the inputs alone also have real data; those computed from parameters have none.
 
@@ -137,7 +137,7 @@ class DataTape(Tape):
             return func(*args, **kwargs)
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the indices of an indexing operator, with fake integer indices of the true length for boolean masks."""
+        """Return an indexing operator's `indices`, with boolean masks as fake integer indices, one per True element."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -188,7 +188,7 @@ def _as_fake(found: Any) -> Any:
 def shared_calls(
     program: Any, shapes: Any, batch: Mapping[str, Any], run: Callable[[], Found]
 ) -> Found:
-    """Return what a dry run finds: the cached result of an equal dry run if it holds for `batch`, else that of `run`.
+    """Return the result of a dry run: the cached one for `program` and `shapes` if it holds for `batch`, else `run()`.
 
     Args:
         program: key of the model, from `program_of`; None always calls `run`.

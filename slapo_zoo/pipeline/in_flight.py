@@ -113,7 +113,7 @@ class InFlightStage(PipelineStage):
     has_met = False
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        """Return 1 if all stages know their shapes, else 0; stages exchange this in the first step, later it is 1."""
+        """Return a tensor [1]: 1 if all stages up to this one know their shapes, else 0; after the first step 1."""
         vote = super()._warmup_forward_vote
         return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
 

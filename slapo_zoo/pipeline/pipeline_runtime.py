@@ -217,8 +217,8 @@ class StageModule(nn.Module):
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split a batch into (tensors with a batch axis, everything else).
 
-    A tensor with one row, where the main input has several (`position_ids` [1, S]), applies to all rows and is
-    not split.
+    A tensor with one row (`position_ids` [1, S]), where `input_ids` or `pixel_values` has several, applies to all
+    rows and goes to the second dict.
     """
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
     main = next((tensors[name] for name in MAIN_INPUTS if name in tensors), None)
@@ -389,5 +389,5 @@ def broadcast_output(output: Any, source: int, group: Any, device: torch.device)
 
 
 def _described(x: Any) -> Tensor | None:
-    """Return an empty tensor like a tensor in an output, on meta; None for other values (caches), which are left out."""
+    """Return an empty meta tensor like the tensor `x`; None for other values (caches), which are not broadcast."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else None

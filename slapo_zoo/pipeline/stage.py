@@ -137,8 +137,8 @@ def used_in_several_places(
 ) -> bool:
     """Return whether torch would compute the stage's backward wrong in two parts: input gradients, then weight gradients.
 
-    That is so if a weight enters several operations between the stage's inputs and its outputs, or one of them and an
-    output that depends on no input. It is also so if the user's loss has its own parameter: torch gives it no gradient.
+    True if several operations on the way from the stage's inputs to its outputs use one weight, or if an output that
+    depends on no input uses that weight, too. Also True if the user's loss has a parameter: torch gives it no gradient.
 
     Args:
         outputs: outputs of the stage.

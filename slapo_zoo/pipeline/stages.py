@@ -145,7 +145,7 @@ class StagePlan:
         return StagePlan(tuple(calls), tuple(of_call), stage)
 
     def crossing(self, stage: int) -> list[Value]:
-        """Return the tensors that `stage` receives: computed by earlier stages, and used by this or a later stage."""
+        """Return identities of the tensors that `stage` receives: made by earlier stages, used by it or later ones."""
         used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
                 for v in call.needs}  # fmt: skip
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
@@ -204,7 +204,7 @@ class Cursor:
 
         Args:
             unit: path of the called module (a block, embedding or head).
-            held: True if this stage has the module's weights; if False, a call that this stage runs is a ScheduleError.
+            held: True if this stage has the module's weights; without them a call that it has to run raises ScheduleError.
         """
         if self.plan is None:
             problem = "the module is called outside the model's forward, and this rank has only some of the layers"
@@ -238,7 +238,7 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Placeholder of another stage's unit (block, embedding, head); it holds only parameters tied to this stage.
+    """Placeholder of another stage's block, embedding or head; its only parameters are those tied to this stage's.
 
     rewrite:  h.3(x, ...)  -->  the received output, or zeros that nothing on this stage uses
     """

@@ -80,15 +80,15 @@ def most_positions(config: Any) -> int | None:
 
 
 def usual_tokens(config: Any) -> int:
-    """Return the default number of tokens per row: the model's positions, at most 512 (MOST_TOKENS)."""
+    """Return the default number of tokens per row: the model's `max_position_embeddings`, but at most 512."""
     return min(most_positions(config) or MOST_TOKENS, MOST_TOKENS)
 
 
 def row_length(config: Any, seq_len: int | None) -> int:
-    """Return the number of tokens per row: `seq_len`, or if it is None the model's positions, at most 512.
+    """Return the number of tokens per row: `seq_len`, or if None the model's maximum, but at most 512.
 
     Raises:
-        MeshError: `seq_len` exceeds the positions of the model.
+        MeshError: `seq_len` exceeds the model's maximum number of positions.
     """
     longest = most_positions(config) or getattr(config, "max_target_positions", None)
     tokens = seq_len or min(usual_tokens(config), longest or MOST_TOKENS)
@@ -104,7 +104,7 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
     Args:
         model: unscheduled model on meta; only its class and config are used.
         units: paths of the modules that are never split between stages: blocks, embeddings, heads.
-        seq_len: tokens per row; None takes the model's positions, at most 512.
+        seq_len: tokens per row; None takes the model's `max_position_embeddings`, but at most 512.
     """
     tokens = seq_len or usual_tokens(model.config)
     counted = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens
@@ -198,7 +198,7 @@ def skip_repeated(
         tape: tape that records the forward.
         model: model of fake tensors.
         units: paths of the blocks; units that are called once are left alone.
-        repeat_rows: False records no operations of skipped calls, for a caller that follows tensors from one to the next.
+        repeat_rows: False records no operations of skipped calls, for a caller that follows tensors from call to call.
     """
     calls: dict[Any, Seen] = {}
     for unit in units:

@@ -104,7 +104,7 @@ class Call:
         return {**values, f"**{self.others}": {}}
 
     def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
-        """Create the placeholder nodes; return (function that runs the forward, []), as fx.Tracer.trace expects."""
+        """Create placeholder nodes; return (function that runs the forward on them, its arguments []) for fx.Tracer."""
         proxies, optional = [], False
         for a in self.arguments:
             optional = optional or a.default is not NO_DEFAULT

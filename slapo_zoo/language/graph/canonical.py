@@ -50,7 +50,7 @@ class ModuleTensor:
     """A parameter of a module that a matched call uses, e.g. the bias of a Linear.
 
     Args:
-        target: path of the module below the traced one.
+        target: path of that module, relative to the traced module.
         name: name of the parameter.
     """
 
@@ -64,7 +64,7 @@ class Operation:
 
     Args:
         name: canonical name such as "add", or the function or module class itself.
-        arguments: arguments by canonical name where one is known, else by position or keyword.
+        arguments: {name in torch's signature (operations in SIGNATURES), or else position or keyword: argument}.
     """
 
     name: Any
@@ -129,9 +129,7 @@ def _function_name(target: Any) -> Any:
 
 
 def _flat(name: Any, args: tuple) -> tuple:
-    """Unpack sizes that are passed to the operation `name` as one tuple, so that `x.permute((0, 2, 1))` has the
-    arguments of `x.permute(0, 2, 1)`.
-    """
+    """Return `args` of operation `name`; for permute, view and the like unpack sizes: (x, (0, 2)) --> (x, 0, 2)."""
     if name in ("permute", "view", "reshape", "expand") and len(args) == 2:
         return (args[0], *args[1]) if isinstance(args[1], (tuple, list)) else args
     return args

@@ -24,7 +24,7 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
         graph: graph that was traced in the mode `training`; it is changed in place.
         training: True when `graph` was traced in training mode.
         other: trace in the other mode; None when that trace failed.
-        where: path of the traced module, for the check.
+        where: path of the traced module, for the error that a run in the other mode raises.
 
     Returns:
         True when the graph is right in both modes; otherwise the graph now raises when run in the other mode.

@@ -34,8 +34,8 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 def recording(tracer: ValueTracer) -> Iterator[None]:
     """Context in which calls of torch factories (`torch.arange`, ...) become nodes of the graph of `tracer`.
 
-    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError. Ranks that are threads
-    record in turn, because these patches, and those of `torch.fx`, hold for the whole process.
+    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError. Ranks that run as
+    threads of one process trace one after the other, because these patches, like those of `torch.fx`, are process-wide.
     """
     with BUILDING, ExitStack() as stack:
         for name in FACTORIES + RANDOM:

@@ -37,15 +37,15 @@ def trace_module(
     rewrite:  y = f(x)  -->  y = graph(x); the children that it calls stay `call_module` nodes
 
     Sizes, dtypes and devices are symbolic. Branches that the forward takes on them, and every argument that is
-    not a tensor (None included), are fixed by the example and checked in each call. Both modes are traced; a
-    literal that depends on `self.training` is selected at run time.
+    not a tensor (None included), are fixed by the example and checked in each call. The forward is traced in training
+    and in eval mode; a literal that depends on `self.training` is selected at run time.
 
     Args:
         module: module to trace; it is left unchanged, also after an error.
         example_args: positional arguments of the example call, or all arguments by name.
         example_kwargs: keyword arguments of the example call.
-        leaves: modules that stay a single node even with `flatten`: paths, class names, classes or predicates
-            (module, path). Always: torch.nn modules, Conv1D, children named `core_attn`, and those with hooks or patched forward.
+        leaves: modules that stay one node even with `flatten`: paths, class names, classes, predicates (module, path).
+            Always one node: torch.nn (not Sequential), Conv1D, `core_attn`, modules with hooks or a replaced forward.
         flatten: trace into the children, too.
         where: path of the module in its model, for errors.
 

@@ -34,7 +34,7 @@ class ForkRng(Directive):
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
               others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row); in f,
                         F.dropout, fused attention and torch.rand of a batch draw by row, as a Dropout does
-    note:     a Dropout then draws the same mask for all sizes of the mesh; `eval()` switches it off
+    note:     a Dropout then draws the same mask for all sizes of the mesh; in eval mode the module runs unchanged
 
     Args:
         per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is sharded over tp).

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Seen:
-    """Proxy of a module: `Seen(module, {"eps": x}).eps` is x, and any other public attribute that of the module."""
+    """Proxy of a module: `Seen(module, {"eps": x}).eps` is x, all other public attributes are the module's own."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]):
         self._module, self._values = module, values

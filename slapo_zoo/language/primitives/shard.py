@@ -29,7 +29,7 @@ class ShardRule:
 
 
 def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set this rank's number of groups of a GroupNorm or convolution, which then takes and returns the channels of these groups."""
+    """Set a GroupNorm's or convolution's number of groups to this rank's; called after sharding (ShardRule.divided)."""
     module: Any = site.module
     applied = site.state.applied[site.path]
     name, groups = _groups(module)
@@ -182,7 +182,7 @@ class Shard(Directive):
         return next((what for what, is_so in reads.items() if is_so), "")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return whether the record `earlier` is of a tied module that shares this tensor, and has the same placement."""
+        """Return whether a tied module's directive has sharded the tensor (`earlier`) just as this directive would."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
