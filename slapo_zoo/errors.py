@@ -19,7 +19,7 @@ class SlapoError(Exception):
         super().__init__(text + (f"\n  hint: {hint}" if hint else ""))
 
     def __reduce__(self):
-        """Pickle the error with its four parts, because errors are sent between ranks."""
+        """Pickle the error by its where, what, problem and hint, so that it can be sent to other ranks."""
         return type(self), (self.where, self.what, self.problem, self.hint)
 
 

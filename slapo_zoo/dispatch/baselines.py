@@ -29,8 +29,8 @@ def embed(
     ids: Tensor, position_ids: Tensor, kinds: Tensor, word: Tensor, position: Tensor, kind: Tensor,
     weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Return BERT's embeddings by torch's own operations: sum of the rows of `word`, `position` and `kind` (token types)
-    at `ids`, `position_ids` and `kinds`, then layer norm with `weight` and `bias`, then dropout of probability `p`.
+    """Return BERT's embeddings, dropout(layer_norm(word[ids] + position[position_ids] + kind[kinds])), by torch alone.
+    `kinds` are token types; `weight` and `bias` are the norm's, `p` the dropout's; `padding_idx` as in F.embedding.
     """
     z = functional.embedding(ids, word, padding_idx) + functional.embedding(kinds, kind)
     z = z + functional.embedding(position_ids, position)
@@ -67,7 +67,7 @@ def t5_attention(
     **_: Any,
 ) -> Tensor:  # fmt: skip
     """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. The position
-    bias [1, H, S, T] is looked up in `weight` [buckets, H]; `key_mask` [B, T] is True at keys that are no padding.
+    bias is read from `weight` [buckets, H] (None: no bias); `key_mask` [B, T] is True at keys that are no padding.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)

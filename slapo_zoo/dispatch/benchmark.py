@@ -152,7 +152,7 @@ def measure(
     """Time forward and backward of the kernel `name` and of its alternatives (torch.compile only if `compile`).
 
     Return a dict: "p20 ms", "p50 ms", "p80 ms" --> milliseconds of the kernel; "<alternative> / ours" --> ratio of
-    median times, or why the alternative cannot run; "what" (the kernel), "shape", "dtype", "bucket" (name:dtype:size).
+    median times, or why the alternative cannot run; "what" (the kernel), "shape", "dtype", "bucket" (key in a Table).
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -173,9 +173,9 @@ def measure(
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
     """Return ({bucket: `path` or "torch"}, {bucket: smallest ratio of an alternative's time to the kernel's}).
 
-    `rows` are results of `measure`; a bucket is the text kernel:dtype:size. A bucket gets `path` ("ours" or "triton":
-    the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any measurement, and an
-    alternative was at least 2 % slower in some measurement. torch.compile is not compared: models run uncompiled.
+    `rows` are results of `measure`. A bucket (kernel:dtype:last axis rounded up to a power of two) gets `path` ("ours"
+    or "triton": the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any
+    measurement, and one was at least 2 % slower in some. torch.compile is not compared: models run uncompiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:

@@ -36,7 +36,7 @@ def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether `forward`, set on one Linear or Conv1D (None: not set), computes what that of the class does."""
+    """Return whether `forward`, set on a Linear or Conv1D instance (None: not set), computes what the class's does."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

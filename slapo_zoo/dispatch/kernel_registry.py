@@ -145,8 +145,8 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a forward for `module`: a kernel's `forward` until somebody changes the class's forward or one of the
-    children `passes`, whose work the kernel does itself; from then on the forward of the class.
+    """Return a forward for `module` that runs the kernel's `forward`, but the class's own forward if this was patched
+    since, or if a child named in `passes`, whose work the kernel does itself, was replaced, patched or hooked since.
     """
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 

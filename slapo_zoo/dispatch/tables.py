@@ -26,7 +26,7 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Kernel timings of one device, by bucket: the text "kernel:dtype:size" that `kernel_registry.bucket` returns.
+    """Kernel timings of one device, by bucket: "kernel:dtype:size", where size is the last axis rounded up to 2**n.
 
     Args:
         device: name of the measured device; "" when there is no table.

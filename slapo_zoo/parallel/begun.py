@@ -1,8 +1,8 @@
 """Counts of the collectives that this rank has begun, and the line of the user's program that began the last one.
 
-All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a waiting rank sees from them
-that another rank has begun later collectives, and so will not take part in this one (for example because it alone
-evaluates). The thread that begins a collective notes its line, as Python 3.11 may free frames that another thread reads.
+All ranks of a group begin its collectives in the same order. Heartbeats carry the counts, so a waiting rank sees that
+another rank has begun later collectives and will not take part in this one (for example because it alone evaluates).
+The thread that begins a collective stores its line, as Python 3.11 may free frames that another thread reads.
 """
 
 import sys

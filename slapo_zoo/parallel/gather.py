@@ -19,8 +19,8 @@ def local_tensors(
     """Return {name: this rank's tp shard of the tensor, or with `grads` of its gradient}, for the tensors that this
     rank's pipeline stage owns and `specs` lists (name, unsharded shape and sharding of each).
 
-    The shards are gathered over dp. With `rows` they are not: under ZeRO each is this dp rank's slice of axis 0, and
-    `slapo_zoo.parallel.local_tensors.rows_of` returns which slice.
+    The shards are gathered over dp. With `rows`, which ignores `grads`, they are not: under ZeRO each is this dp rank's
+    slice of axis 0, and `slapo_zoo.parallel.local_tensors.rows_of` returns which slice.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)

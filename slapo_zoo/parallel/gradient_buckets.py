@@ -17,11 +17,10 @@ BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, factor: float = 1.0
 ) -> None:
-    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives; do nothing if `group`
-    is None.
+    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives.
 
-    A missing gradient counts as 0, but stays None if every rank misses it: an optimizer then skips the
-    parameter as in one process, and applies no weight decay.
+    A missing gradient counts as 0, but stays None if every rank misses it: an optimizer then skips the parameter as in
+    one process, and applies no weight decay. With `group` None nothing is done.
     """
     if group is None:
         return
@@ -46,7 +45,7 @@ class Bucket:
     """All-reduce of the gradients of a few parameters in one collective.
 
     rewrite:  p.grad  -->  a view of one flat tensor; a gradient is copied at most once, and not at all if it
-              already is a view of an earlier bucket
+              already is a view of the flat tensor of an earlier all-reduce
 
     Args:
         parameters: parameters of one dtype.

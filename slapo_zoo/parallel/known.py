@@ -19,7 +19,7 @@ class Known:
     """Facts about one micro-batch that the host knows without reading a GPU; None where unknown.
 
     Args:
-        padded: True if an attention mask of the batch hides a token.
+        padded: True if an attention mask of the step's batch hides a token.
         targets: number of labels that are not -100.
         real: number of tokens that are not padding, for each row; None if layers may not skip padding.
         packed: True if a row holds more than one sequence, by its position ids.

@@ -149,7 +149,7 @@ def whole_over_dp(tensor: Tensor) -> Tensor:
 
 
 def require_indices(inside: Tensor, what: str, size: int) -> None:
-    """Raise RuntimeError unless all elements of `inside` are True; on a GPU a later call raises, as the host does not wait.
+    """Raise RuntimeError unless all of `inside` is True; on a GPU a later CUDA call raises, as the host does not wait.
 
     Args:
         inside: bool per index, True if the index lies in 0..size-1 of the unsharded axis.

@@ -14,8 +14,8 @@ from slapo_zoo.parallel.compat import hooks_around
 
 @dataclass(eq=False)
 class Maker:
-    """Source of one tensor, in place of which autograd saves handles: a backward recomputes the tensor when it reads
-    the first handle, and drops it after the last. `handles` counts all of them, `left` those not read yet.
+    """Source of one tensor, in place of which autograd saves handles: a backward recomputes the tensor at the first
+    handle that it reads and frees it at the last. `handles` counts all handles, `left` those not read yet.
 
     Args:
         make: function that recomputes the tensor, without gradient.
@@ -29,7 +29,7 @@ class Maker:
     made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor, once per handle: the first call recomputes the tensor, the last one drops it."""
+        """Return the tensor; called once per handle. The first call recomputes the tensor, the last call frees it."""
         if self.made is None:
             self.made, self.left = self.make(), self.handles
         made, self.left = self.made, self.left - 1

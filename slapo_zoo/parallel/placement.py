@@ -29,8 +29,8 @@ class Placement:
         pad: True if every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
         replicate: True if, with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
         together: number of query heads per KV head. A rank holds all query heads of some KV heads or, with more
-            ranks than KV heads, an equal part of those of one. With `groups` it applies to the first group (q);
-            the others (k, v) have one unit per KV head, so n may then not exceed the number of KV heads.
+            ranks than KV heads, an equal share of one KV head's query heads. With `groups` this applies to the first
+            group (q); the others (k, v) have one unit per KV head, so n may then not exceed the number of KV heads.
         shared: length of the end of the axis that all ranks need (k and v of the only KV head). It is stored
             sharded; each rank computes its part and gathers the result.
     """
@@ -89,7 +89,7 @@ class Placement:
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
-        """Return the ranges of indices of an axis of length `size` that rank `r` of `n` holds, in local order."""
+        """Return the ranges of indices of an axis of length `size` that rank `r` of `n` holds, in shard order."""
         runs, start = [], 0
         for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1

@@ -49,8 +49,7 @@ class Sum:
 class TensorPlan(TensorSpec):
     """Plan of one tensor of the model: its shards, gradient sums, owner and name in files.
 
-    The first of `stages` owns the tensor: that stage counts the tensor in norms and writes it to
-    files. `stage` is its number.
+    The first of `stages`, also in `stage`, owns the tensor: that stage counts it in norms and writes it to files.
 
     Args:
         stages: pp coordinates that hold the tensor.
@@ -88,7 +87,7 @@ class TensorPlan(TensorSpec):
         return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
 
     def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the tensor's shard on `mesh.rank`: over tp, and with ZeRO-3 (dp_shard) also over dp, by rows."""
+        """Return the shape of the shard on `mesh.rank`: over tp and, with ZeRO-3 (dp_shard), by rows also over dp."""
         shape = self.local_shape(mesh.tp, mesh.coord("tp"))
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
@@ -112,7 +111,7 @@ class RankPlan:
 
     Args:
         mesh: sizes of the mesh dims, and the rank.
-        tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
+        tensors: name in the state dict --> plan, for every tensor of the whole model, in the model's order.
         units: paths of the modules (blocks, embeddings, heads) that this rank's pipeline stages run.
         cuts: path of each module after which a pipeline stage ends; "PATH, call N" if the model calls it several times.
         sites: path of a module of this rank that draws random numbers --> text of the directive (`fork_rng`, ...) that seeds it.
@@ -162,12 +161,12 @@ class RankPlan:
         yield from (row for row in self.tensors.values() if here in row.stages)
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank's stage owns a tensor and counts it in norms; True for tensors that a user added."""
+        """Return whether this rank's stage owns a tensor (counts it in norms); True for tensors that a user added."""
         row = self.of(name)
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan, in which `rows` (plans of single tensors) replace or join the rows of their names."""
+        """Return a copy of this plan with `rows`, plans of single tensors, which replace those of the same names."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -182,8 +181,7 @@ class RankPlan:
     ) -> dict[Sum, list[str]]:
         """Return {sum over ranks: names of the parameters whose gradients take it}, names in the same order on all ranks.
 
-        `why` selects kinds of sums, such as DATA (empty: all); `tokens_sharded` is True in a step
-        with sequence parallelism.
+        `why` selects kinds of sums, e.g. DATA (empty: all); `tokens_sharded`: True in steps with sequence parallelism.
         """
         places = {name: i for i, name in enumerate(self.tensors)}
         rows = [self.tensors[name] for name in names if name in self.tensors]

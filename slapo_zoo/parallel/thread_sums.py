@@ -20,7 +20,7 @@ _OF_THREAD = threading.local()  # `meetings`: those of the ranks beside which th
 
 
 class Meetings:
-    """Points where ranks that are threads of this process meet to sum tensors, one for each of their process groups.
+    """Points where ranks that are threads of this process meet to sum tensors: one point per process group.
 
     Args:
         ranks: global ranks that run in this process.
@@ -90,7 +90,7 @@ class Meeting:
 
 
 def runs_a_rank() -> bool:
-    """Return whether the current thread runs one of several ranks of a model with `exact=`."""
+    """Return whether this thread is a rank of a model loaded with `exact=`, which runs several ranks in one process."""
     return hasattr(_OF_THREAD, "meetings")
 
 

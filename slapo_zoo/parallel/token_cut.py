@@ -61,7 +61,7 @@ class TokenCut:
 
     def exchanged(self, x: Tensor) -> Tensor:
         """Reshard x [B, n * h, s, d] (this rank's tokens) to [B, h, n * s, d] (this rank's heads) by an all-to-all;
-        so does the backward, the opposite way.
+        the backward reshards the gradient the opposite way.
         """
         return all_to_all(x, 1, 2, self.group)
 
@@ -80,7 +80,7 @@ def cut_now() -> TokenCut | None:
 
 @contextmanager
 def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
-    """Context of the forwards and backwards of a step whose batch holds only this rank's tokens.
+    """Context of the forwards and backwards of a step whose tokens are sharded over cp as `cut` says.
 
     Args:
         stream: random stream of the model, from which attention and dropout read `cut`, also in a backward.

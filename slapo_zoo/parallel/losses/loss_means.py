@@ -100,9 +100,9 @@ class GlobalMeans(TorchFunctionMode):
     ) -> Iterator[None]:
         """Context of a micro-batch's forward, in which mean losses divide by the target counts of the whole batch.
 
-        `part` maps names to the labels of the micro-batch. `expected`, if given, is its number of targets for each term,
-        with which the loss's own number is compared. Raises MeshError for another number, or if the forward computed no
-        mean loss.
+        `part` maps names to the labels of the micro-batch; `expected` is the number of its labels that count in each
+        loss term, or empty to check nothing. A MeshError is raised if a term compares another number of targets, or if
+        the forward computes no mean loss.
         """
         self.expected = expected
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
@@ -120,7 +120,7 @@ class GlobalMeans(TorchFunctionMode):
 
     @staticmethod
     def require_sum(loss: Tensor) -> None:
-        """Raise MeshError if `loss`, computed within `over`, is not a sum of the mean losses found there times constants."""
+        """Raise MeshError if `loss`, computed in a context `over`, is no sum of constants times mean losses."""
         if not getattr(loss, _SHARE, True):
             raise _refusal("it adds a term that is no mean over targets (a router's load-balancing loss, a z-loss)")  # fmt: skip
 
@@ -182,8 +182,8 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _require_counted(self, k: int, y: Tensor, ignored: int) -> None:
-        """Raise MeshError if the targets `y` of loss term `k`, but for those equal to `ignored`, are not as many as the
-        labels that were counted: some models also ignore labels at padding.
+        """Raise MeshError if the targets `y` of loss term `k` other than `ignored` are not as many as were counted in
+        the labels: some models also ignore labels at padding.
         """
         found, counted = int((y != ignored).sum()), int(self.expected[k])
         if found != counted:
@@ -192,8 +192,8 @@ class GlobalMeans(TorchFunctionMode):
             raise MeshError("train_step", "the model's loss", problem, hint)
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of class weights over all targets of loss term number `k` (from 0) in the whole batch; `weight` None
-        counts each target as 1. Raise MeshError if y, the targets of the running micro-batch, are not the labels.
+        """Return the sum of class weights over all targets of loss term `k` (from 0) in the whole batch; `weight` None
+        counts each target as 1. Raise MeshError if the sums over the micro-batch's targets `y` and its labels differ.
 
         `ignored` is the `ignore_index` of the loss.
         """
@@ -228,8 +228,8 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation on mean losses gives a linear combination of them: an addition does, and a product
-    with a constant. `name` is torch's name of the operation; each of `args` that is a combination has `_is_share` True.
+    """Return whether the torch operation `name` on `args` gives a sum of constants times mean losses: an addition of
+    such sums does, and a product with a constant. A tensor of `args` that is such a sum has `_is_share` True.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

@@ -234,7 +234,7 @@ class RankTracebackError(Exception):
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Replace the traceback of an error by its text, since frames would keep the model and its open groups alive."""
+    """Return the error, its traceback as text in `__cause__`: frames would keep the model and its open groups alive."""
     text = "".join(traceback.format_exception(error)).rstrip()
     error.__traceback__ = error.__context__ = None
     error.__cause__ = RankTracebackError(f"\n{text}\n")
@@ -314,7 +314,7 @@ def _allow_files(pairs: int) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which torch computes with one CPU thread, and wraps its CPU generator, which the ranks share.
+    """Context in which torch computes with one CPU thread, and its CPU generator, which the ranks share, is wrapped.
 
     The wrapper, GeneratorOfThreads, keeps for each rank a number that stands for the state which the generator would
     have if the rank were a process.

@@ -94,13 +94,13 @@ class Heart:
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have begun more collectives in a common group than this rank."""
+        """Return those of `ranks` that have begun more collectives than this rank in a process group of both."""
         mine = self._counts()
         theirs = ((rank, json.loads(self._get(_key("begun", rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
-        """Return {rank: seconds since its last noticed heartbeat}; only a call of this method notices heartbeats."""
+        """Return {rank: seconds since a call of this method first saw the rank's newest heartbeat}."""
         now = time.monotonic()
         for rank in range(self.size):
             value = self._get(_key("beat", rank), "")

@@ -156,7 +156,7 @@ def _await_peer_error() -> RankError | None:
 
 
 def _linger() -> None:
-    """Keep rank 0 alive until its peers have read the error, if rank 0 holds the store.
+    """Keep rank 0 alive, if it holds the store, until its peers have read the first error, at most LINGER_S seconds.
 
     If torchrun or run_local holds the store, or the ranks are threads of one process, do not wait.
     """

@@ -41,7 +41,7 @@ class Stop:
 def listening() -> Iterator[Stop]:
     """Context in which SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; it yields the Stop that records these signals.
 
-    A process that started local ranks passes each on to them as SIGUSR1. Outside the main thread nothing is recorded.
+    A process with local ranks passes each signal on to them as SIGUSR1. Outside the main thread no signal is recorded.
     """
     stop = Stop()
     is_local_rank = is_distributed_launch() and multiprocessing.parent_process() is not None

@@ -188,8 +188,8 @@ class DeviceSeeds:
     ) -> Tensor:  # fmt: skip
         """Return the dropout seeds of a module in a micro-batch: [count * len(heads)], or [count] for empty `heads`.
 
-        `position` is (step, first row, number of rows) of the micro-batch, `site` the hash of the module's path,
-        `count` the number of rows of the tensor, a multiple of that of the micro-batch; `heads` are global indices.
+        `seed` is the run's, `position` (step, first row, number of rows) of the micro-batch, `site` the hash of the
+        module's path, `count` the tensor's number of rows, a multiple of the micro-batch's; `heads` are global indices.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: do not cache fake tensors

@@ -88,7 +88,7 @@ class RandomStream(StreamPosition):
 
     @staticmethod
     def draws_in_blocks(device: torch.device) -> bool:
-        """Return whether masks on this device are drawn by a generator, as on a CPU; otherwise they are hashed."""
+        """Return whether dropout masks on `device` are drawn by generators (on a CPU), and not hashed from seeds."""
         return device.type == "cpu"
 
     def drawn(
@@ -300,9 +300,9 @@ def drawn_mask(
     """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
     `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis 0 is the batch,
-    False if all micro-batches draw alike; `real` [B, S] marks tokens that are no padding, or is None; `site` is
-    the path of the module, or its end if `key` has the hash of its beginning (`in_graph`); `heads` are the global indices of the heads on axis 1, or
-    empty; `first` elements of each row or head of the unsharded tensor come before the first one here.
+    False if all micro-batches draw alike; `real` [B, S] marks tokens that are no padding, or is None; `key` and `site`
+    are the path of the module, as `in_graph` returns it; `heads` are the global indices of the heads on axis 1, or
+    empty; `first` elements of each row or head of the unsharded tensor come before the first element of this one.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     stream = _stream(at, seed, rows, real)
@@ -321,9 +321,8 @@ def drawn_uniform(
 ) -> Tensor:  # fmt: skip
     """Return numbers in [0, 1) in `shape` on `device`, drawn from one seed per row; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis
-    0 is the batch, False if all micro-batches draw alike; `site` is the path of the module that draws,
-    or its end if `key` has the hash of its beginning (`in_graph`).
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis 0 is the batch,
+    False if all micro-batches draw alike; `key` and `site` are the path of the module, as `in_graph` returns it.
     """
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))

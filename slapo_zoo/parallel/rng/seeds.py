@@ -16,7 +16,7 @@ TENSOR_PARALLEL = "model-parallel-rng"
 
 
 def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger:
-    """Return the logger `name` with the given level and one handler."""
+    """Return the logger `name`, set to `level`; if it has no handler, one that writes to stderr is added."""
     logger = logging.getLogger(name)
     logger.setLevel(level)
     if not logger.handlers:
@@ -28,7 +28,7 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
 
 def devices_in_use() -> range:
-    """Return the indices of all GPUs if this process has used CUDA, else none: to read a state would start CUDA."""
+    """Return the indices of all GPUs if this process has used CUDA, else none, as reading a state would start CUDA."""
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 

@@ -116,11 +116,14 @@ class StreamPosition:
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     def saved(self) -> dict[str, Any]:
-        """Return {"seed", "step", "calls", "turns"} for a checkpoint: a resumed run then draws what an unbroken run draws."""
+        """Return what a checkpoint needs so that a resumed run draws what an unbroken run draws: {"seed", "step",
+        "calls": number of calls of the model that drew and were no training step, "turns": [(hash of a module's path,
+        index of its last draw outside a call of the model in this step)]}.
+        """
         return {"seed": self.seed, "step": self.step, "calls": self.calls, "turns": [*self._turns.items()]}  # fmt: skip
 
     def resume(self, kept: dict[str, Any]) -> None:
-        """Go to the position that `saved` returned; checkpoints of older releases have seed and step alone."""
+        """Go to the position `kept` that `saved` returned; checkpoints of older releases have seed and step alone."""
         self.seed, self.step, self.calls = kept["seed"], kept["step"], kept.get("calls", 0)
         self._turns = dict(kept.get("turns", ()))
 
@@ -169,9 +172,9 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Store the position of the model's call at its first draw, under the state of torch's generator at the call's begin.
+        """Store the position of a model call, at its first draw, under the state of torch's generator at its start.
 
-        A later call that begins from the same state (a recomputation) then draws the same numbers.
+        A later call that starts from the same state (a recomputation) then draws the same numbers.
         """
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)
