@@ -27,10 +27,10 @@ def standing_in(places: Iterable[Place]) -> Iterator[None]:
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which the module `root` and its submodules read the same tensors as at
-    this call: casts or gathered weights in place of parameters.
+    """Return a function that makes contexts in which the module `root` and its submodules read the same tensors as
+    when `as_read_now` was called: casts or gathered weights in place of parameters.
 
-    It serves code that runs after the forward, such as logits that are computed on demand.
+    The function serves code that runs after the forward, such as logits that are computed on demand.
     """
     found = [(module, name, module.__dict__[name]) for module in root.modules()
              for name in module._parameters if name in module.__dict__]  # fmt: skip

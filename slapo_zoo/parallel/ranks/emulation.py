@@ -140,8 +140,8 @@ class HostedRanks:
     def _done(
         self, rank: int, function: Callable[..., Any], *args: Any
     ) -> tuple[Any, BaseException | None]:
-        """Call `function(rank, *args)`; return (result, None), or (None, error) if the call raised. After an error on
-        this rank alone the rank leaves the world, and later calls return the same error.
+        """Call `function(rank, *args)`; return (result, None), or (None, error) if the call raised. After an error
+        that this rank alone raised, the rank leaves its process groups, and later calls return the same error.
         """
         if rank in self._failed:
             return None, self._failed[rank]

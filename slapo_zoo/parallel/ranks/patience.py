@@ -162,8 +162,8 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the late ranks: this rank has reached the step `number` times, these less often. RankError if one failed
-    or is silent. `what` names the step in messages, `place` is its key in the store; the wait began `seconds` ago.
+    """Return the late ranks, which have reached the step less than `number` times. RankError if a rank failed or a late
+    one is silent. `what` names the step in messages, `place` is its key in the store; the wait began `seconds` ago.
     """
     heart = heartbeat.current()
     if heart is None:
