@@ -1,4 +1,4 @@
-"""Work at the begin and at the end of each backward through a scheduled model.
+"""Work at the start and at the end of each backward through a scheduled model.
 
 When a backward begins, the state of its forward call is restored, so that recomputation sees the same padding and draws
 the same dropout masks. When the backward ends, all gradients are summed over ranks, and checked.

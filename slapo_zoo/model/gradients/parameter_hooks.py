@@ -25,7 +25,7 @@ class OnWhole:
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return this rank's gradient as the user's hook changes it; None in `train_step`, which runs hooks later."""
+        """Return what the user's hook makes of this rank's gradient; None in `train_step`, which runs hooks later."""
         reducer = self.reducer()
         if reducer is None:  # the model was deleted, its parameter not
             return self.hook(grad)

@@ -67,8 +67,8 @@ def build(
 ) -> Any:
     """Return the runnable model of a schedule; if `target` names another engine than torch, (engine, optimizer).
 
-    Backwards of the returned model sum those gradients over tp that `sum_gradient` and `shard(replicate=True)` leave as
-    partial sums; those of `sch.model` before `build` do not. Over dp nothing is averaged.
+    A backward of the returned model sums over tp the gradients for which the directive `sum_gradient` or
+    `shard(replicate=True)` asks; a backward of `sch.model` before `build` does not. Over dp nothing is averaged.
 
     Args:
         sch: a schedule whose directives were applied.

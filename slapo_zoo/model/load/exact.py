@@ -166,10 +166,10 @@ class NotBuiltError(SlapoError, AttributeError):
 
 
 class ExactModel(Unwrapped, nn.Module):
-    """Model loaded with `exact=`, sizes of a virtual mesh of threads: equal bits on each mesh whose sizes divide these.
+    """Model loaded with `exact=`: it trains with the same bits on each mesh whose sizes divide those of a virtual mesh.
 
-    Each process runs an equal number of the virtual ranks, and holds the models of these "hosted" ranks.
-    Methods are collective calls of all processes; `parameters()` are those of all hosted ranks.
+    The ranks of the virtual mesh are threads. Each process runs an equal number of them, and holds their models (the
+    "hosted" ranks). Methods are collective calls of all processes; `parameters()` are those of all hosted ranks.
 
     Attributes:
         mesh: mesh of the processes.

@@ -21,7 +21,7 @@ from slapo_zoo.parallel.ranks.emulation import HostedRanks
 def joined(
     outputs: Mapping[int, Any], host: HostedRanks, virtual: Mesh, after: Callable[[], None]
 ) -> Any:
-    """Return one output for this process from the outputs of its virtual dp ranks: rows joined, scalars averaged.
+    """Return one output for this process from outputs of its virtual dp ranks: rows concatenated, scalars averaged.
 
     Args:
         outputs: index of a virtual rank of this process --> output of its model.

@@ -45,7 +45,7 @@ class MixedPrecision:
         self._casts: list[tuple[nn.Module, str, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, without the casts: a copied model makes its own."""
+        """Return the state to copy or pickle, without the cast parameters: a copied model casts its own."""
         return {**self.__dict__, "_casts": [], "_depth": 0, "_in_step": False}
 
     @contextmanager
@@ -61,7 +61,7 @@ class MixedPrecision:
             yield
 
     def recomputing(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts in which modules read the casts again, to recompute a forward."""
+        """Return a function that makes contexts in which modules read the cast parameters, to recompute a forward."""
         block = self.blocks.again() if self.blocks else nullcontext
 
         @contextmanager

@@ -183,7 +183,7 @@ class _Fsdp2(DataParallel):
 class _Fsdp2Stages(_Fsdp2):
     """FSDP2 on a pipeline stage: parameters outside the blocks stay gathered during a step.
 
-    A stage that is not the last leaves the model's forward in the middle, so FSDP2's hook at its end,
+    A stage that is not the last leaves the model's forward in the middle, so FSDP2's hook at the end of the forward,
     which would gather those parameters for the backward, does not run.
     """
 
