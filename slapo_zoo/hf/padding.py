@@ -32,7 +32,7 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def packing_without_wait(find: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `find_packed_sequence_indices` of `transformers`, which reads the positions to see if a row packs several
-    sequences. The wrapper takes the answer from what the host found in the batch before the step, if it looked.
+    sequences. The wrapper reads no tensor if the host looked for packed sequences in the batch before the step.
     """
 
     @wraps(find)

@@ -60,7 +60,7 @@ def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _evaluate_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Evaluate this dp rank's pairs (anchor, positive) of texts; return a tensor [3].
 
-    Its numbers: sum of losses, number of pairs, number of anchors whose nearest text of all positives is their own.
+    Its numbers: sum of losses, number of pairs, number of anchors to which their own positive is the nearest of all.
     """
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2

@@ -118,7 +118,7 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Make the filled model a scheduled model, by its class and its state `_slapo` (schedule, plan); return the model.
+        """Set the class of the filled model, and its state `_slapo` (schedule, plan, ...); return the scheduled model.
 
         Args:
             ledger: record of the load (bytes, files, seconds).

@@ -27,8 +27,8 @@ class StepTimes:
     Args:
         device: name of the device.
         seconds: median seconds per step on rank 0.
-        losses: (our loss, loss of plain `transformers` on the CPU in float32) on the timed batch before the
-            first step, without dropout.
+        losses: (loss of the scheduled model, loss of plain `transformers` on the CPU in float32) on the timed
+            batch before the first step, without dropout.
         spans: timeline of one more step of rank 0's pipeline; empty if not asked for.
     """
 

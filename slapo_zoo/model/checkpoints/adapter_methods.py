@@ -96,7 +96,7 @@ class Adapts:
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} of an adapter on rank 0, else {}."""
+        """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} on rank 0, else {}; a collective."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 

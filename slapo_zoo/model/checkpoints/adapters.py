@@ -133,7 +133,7 @@ def _trained_tensors(model: Any, name: str, grads: bool = False) -> dict[str, Te
 
 
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Return {key in peft's files: unsharded matrix, or its gradient if `grads`} of an adapter on rank 0, {} elsewhere."""
+    """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} on rank 0, else {}; a collective call."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"

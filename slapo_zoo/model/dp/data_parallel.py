@@ -34,7 +34,7 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy the tensors, after a checkpoint was read into them, back to the engine's own; by default do nothing."""
+        """Copy the tensors, after a checkpoint was read into them, to those of the engine; by default do nothing."""
 
 
 class DataParallel:

@@ -120,7 +120,7 @@ class Sharded(DataParallel):
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
         """Return `value`, this rank's rows of parameter `p`, its gradient or an optimizer state, gathered over dp by a
-        collective. A tensor that ZeRO does not shard is cloned. `shape` is that of the parameter before ZeRO sharded it.
+        collective. A tensor that ZeRO does not shard is cloned. `shape` is the shape of the parameter before ZeRO.
         """
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
