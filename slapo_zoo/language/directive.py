@@ -240,7 +240,7 @@ class Directive:
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Construct the directive of a call `sch[path].<name>(...)`; a ScheduleError for wrong arguments names `path`."""
+        """Construct the directive of a call `sch[path].<name>(...)`; ScheduleError for wrong arguments names `path`."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:

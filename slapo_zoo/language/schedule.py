@@ -64,7 +64,7 @@ else:
 
 
 class Selection(_Methods):
-    """Modules that `sch[pattern]` matches. Primitives are its methods; indexing it by a child's name selects that child."""
+    """Modules that `sch[pattern]` matches; primitives are methods, and `selection[name]` selects the child `name`."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
         self.schedule, self.path = schedule, pattern

@@ -289,7 +289,7 @@ class Tape(TorchDispatchMode):
         return torch.stack(terms).sum() if terms else None
 
     def on_close(self, undo: Callable[[], Any]) -> None:
-        """Register `undo` to be called by `close`; of several the last one is called first."""
+        """Register `undo` to be called by `close`; functions run in reverse order of registration."""
         self._ends.append(undo)
 
     def close(self) -> None:

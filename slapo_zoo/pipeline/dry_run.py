@@ -107,7 +107,7 @@ class DataTape(Tape):
         return inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator on fake tensors, and also on real data when those of all its arguments are known."""
+        """Run one operator on fake tensors, and also on real data when the real data of all arguments are known."""
         kwargs, facts = kwargs or {}, None
         found = self._on_real_data(func, args, kwargs)
         try:

@@ -151,7 +151,7 @@ class InFlightStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take the output gradients of micro-batch `mb_index` from the next stage, which is on this
-        rank; a missing one becomes a buffer of zeros.
+        rank; a missing gradient becomes a buffer of zeros.
         """
         infos = self.grad_recv_info[mb_index]
         self._make(info for info, x in zip(infos, next_stage_bwd_outputs, strict=True) if x is None)

@@ -204,7 +204,7 @@ class Cursor:
 
         Args:
             unit: path of the called module (a block, embedding or head).
-            held: True if this stage has the module's weights; without them a call that it has to run raises ScheduleError.
+            held: True if this stage has the module's weights; without them a call on this stage raises ScheduleError.
         """
         if self.plan is None:
             problem = "the module is called outside the model's forward, and this rank has only some of the layers"

@@ -209,7 +209,7 @@ def skip_repeated(
 
 
 def restore_forward(module: nn.Module, forward: Any) -> None:
-    """Restore a module's replaced forward; `forward` is its own attribute `forward` from before, None if it had none."""
+    """Restore a module's replaced forward; `forward` is the instance attribute that the module had before, or None."""
     del module.forward
     if forward is not None:
         module.forward = forward

@@ -157,10 +157,10 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
 
 
 def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool) -> Any:
-    """Trace the module of an example call in the mode `training`, with `flatten` also into its children.
+    """Trace the module of an example call, in training mode if `training`, else in eval mode.
 
-    `leaves` (paths, class names, classes or predicates) stay single nodes. Returns (graph, {name:
-    tensor that became a constant of the graph}, tracer).
+    With `flatten` its children are traced too, and `leaves` (paths, class names, classes or predicates) stay single
+    nodes. Returns (graph, {name: tensor that became a constant of the graph}, tracer).
     """
     leaf = leaf_test(leaves, flatten)
 

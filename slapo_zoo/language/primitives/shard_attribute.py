@@ -13,7 +13,7 @@ OF_CONFIG = "config."
 @primitive("shard_attribute")
 @dataclass(frozen=True)
 class ShardAttribute(Directive):
-    """Shard an integer attribute, as `shard` shards an axis of that size.
+    """Set an integer attribute that counts heads or columns to this rank's number of them.
 
     rewrite:  attention.num_heads = 12  -->  attention.num_heads = 6    (n = 2)
     errors:   no such integer attribute; fewer units (indices that stay together) than ranks

@@ -66,7 +66,7 @@ class Trace(Traces):
 
     Args:
         leaves: modules that stay one node: paths below the module, class names, or predicates
-            (module, path) --> bool. Modules of torch.nn, Conv1D and `core_attn` always stay.
+            (module, path) --> bool. Modules of torch.nn (not Sequential), Conv1D and `core_attn` always stay.
         flatten: record one graph for the module and all below it; otherwise every module that it calls
             gets a graph of its own.
         example_inputs: a tuple of arguments, or a dict of them by name; None captures
