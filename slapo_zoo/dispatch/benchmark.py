@@ -216,7 +216,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of `table` (kernel:dtype:size --> value) for kernels that `rows`, results of `measure`, lack."""
+    """Return the entries of `table` (kernel:dtype:size --> value) of kernels that `rows`, results of `measure`, lack."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 

@@ -123,7 +123,7 @@ class HostedRanks:
         return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
 
     def _work(self, rank: int) -> None:
-        """Run the thread of one rank: join the world, call each function that `run` passes on, and leave at the end."""
+        """Run the thread of one rank: join the process group, call each function that `run` passes, leave at the end."""
         store = self._store.clone()  # threads that share a store object would block each other
         jobs = self._jobs[rank]
         if self._stays:
