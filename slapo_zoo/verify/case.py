@@ -107,7 +107,7 @@ class Trial:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of the trial, with the coordinates of rank 0."""
+        """Return the mesh on which the schedule is tried, with the coordinates of rank 0."""
         return Mesh(*self.sizes, cp=self.knobs.get("cp", 1))
 
     def outline(self) -> Outline:

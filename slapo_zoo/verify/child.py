@@ -117,7 +117,6 @@ def _of_program(
     """Verify `program`, the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
 
     Return None if `quick` is set, no small model fits and the given model has over MANY_PARAMETERS (2e8) parameters.
-
     `arguments` are keyword arguments of `core.verify`; `table` has the sharding rules for cp > 1, None: the family's.
     """
     mesh, sizes, steps, kind = arguments["mesh"], _sizes(program, arguments), None, "given"

@@ -86,7 +86,7 @@ class Divergence:
             norm or the scale of all gradients differs), or the name of a failed check ("replicas", "files", ...).
         what: description of the tensor that differs, such as "output 0".
         rank: the first rank on which it differs.
-        suspects: paths of modules whose directives can have caused it, the likeliest first.
+        suspects: paths of modules whose directives (`shard`, ...) can have caused it, the likeliest first.
     """
 
     path: str
@@ -119,7 +119,8 @@ class Comparison:
 
     Args:
         findings: the differences that were found.
-        worst, counts: check --> its largest error divided by the allowed one, and number of its comparisons.
+        worst: name of a check --> largest error divided by the allowed error.
+        counts: name of a check --> number of comparisons.
         factor: the number by which every gradient is too large, if it is the same for all; else None.
         apart: largest error beyond its tolerance, relative to the magnitude of the compared tensors.
     """

@@ -142,7 +142,7 @@ class Verify:
         return divergence
 
     def _error(self, error: Exception) -> Exception:
-        """Return the error to raise if the model raised `error` when it ran after the block of directives.
+        """Return the error to raise if the model raised `error` when it ran after the block of directives (`shard`).
 
         It is a VerifyError that names the module that was running, or `error` itself if no module is known.
         """

@@ -40,7 +40,7 @@ class Seen:
 
 
 class Recorder:
-    """Context that records the arguments, outputs and output gradients of all modules.
+    """Context that records the arguments, outputs and output gradients of all modules in `events`: Event --> Seen.
 
     Args:
         model: the model; the recording hooks run after those of the schedule.

@@ -177,7 +177,7 @@ def plain(
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Return this rank's part of the model of `trial`, loaded with the config fields `changes`; all ranks call this."""
+    """Load `trial.case`'s model, sharded by `trial.schedule`, with config fields `changes`; each rank gets its part."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
@@ -232,7 +232,7 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
-    """Return a result with the tensors that enter and leave every module of this rank in a training step (without
+    """Return a result whose `events` are tensors that enter and leave this rank's modules in a training step (without
     labels: in a forward); without dropout unless `with_dropout`.
     """
     model = load(trial, trial.case.changes(with_dropout), dtype)
@@ -313,7 +313,7 @@ def on_mesh(run: Callable[..., T], trial: Trial, *arguments: Any) -> list[T]:
 
 
 def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
-    """Call `run(trial, *arguments)` on a mesh of one rank, with torch's generator seeded by the test case's seed."""
+    """Return `run(trial, *arguments)`, called with torch's generator seeded; `trial`: a schedule on a one-rank mesh."""
     with _without_warnings(), drawn_from(trial.case.seed):
         return run(trial, *arguments)
 

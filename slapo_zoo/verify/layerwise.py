@@ -102,7 +102,7 @@ def few_layers(config: Any, start: int) -> Any:
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
     """Yield the first layer number of each group of LAYERS_AT_ONCE (2) layers that differs from all earlier groups, in
-    its config or in its directives (those of `outline`, renumbered by `numbers`).
+    its config or in its directives (`shard`, ... of `outline`, renumbered by `numbers`).
     """
     counts = layer_fields(config).values()
     if not counts:
@@ -129,7 +129,7 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """Return `steps`, the model's directives, for a model that has only the few layers from number `start` on.
+        """Return `steps`, the model's directives (`shard`, ...), for a model with only the few layers from `start` on.
         Directives of other layers are left out; block numbers are renumbered.
         """
         if self._shared:
@@ -147,7 +147,7 @@ class _Numbers:
         return found
 
     def as_named(self, report: Report, start: int) -> Report:
-        """Return a copy of `report`, made of the layers from number `start` on, with the full model's block numbers."""
+        """Return a copy of `report`, made of the layers from number `start` on, with full-model block numbers."""
 
         def named(path: str) -> str:
             number = None if self._shared else self._number(path)

@@ -26,7 +26,7 @@ class Report:
             ("worst"); or "unmeasured" for a check that could not be made.
         findings: the differences that were found.
         divergence: the first module that differs, or None.
-        directives: (path, source text) of the directives at the suspects of `divergence`, the likeliest cause first.
+        directives: (path, source text) of directives (`shard`, ...) at `divergence.suspects`, likeliest cause first.
         error: text of the exception that the schedule raised, or None.
         seed: seed of weights, batch and dropout.
         seconds: wall time.
@@ -138,7 +138,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, directive as source text) of every directive that changed a module of `paths`, in the order of `paths`."""
+    """Return (path, source text) of each directive (`shard`, ...) that changed a module of `paths`, in their order."""
     found = []
     for path in paths:
         for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):

@@ -133,8 +133,8 @@ class BuildOptions:
 
     Args:
         schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules,
-            a card (published schedule), a .json of `Schedule.to_json`, a Schedule or its steps, a function used instead
-            of the family's rules, or `extend(function)`, which is applied after the family's rules.
+            a card (published schedule), a .json of `Schedule.to_json`, a Schedule or its directives, a function used
+            instead of the family's rules, or `extend(function)`, which is applied after the family's rules.
         device: device of the model, for which kernels="auto" chooses; None takes the CPU, and for a load this rank's GPU.
     """
 

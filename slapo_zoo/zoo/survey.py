@@ -39,7 +39,7 @@ class Survey:
         shapes: name of a tensor --> (unsharded shape, shape on each tp rank, stages that hold it).
         ranks: one entry per (stage, tp coordinate).
         total_parameters: number of parameters of the whole model; tied ones count once.
-        traffic: collectives of one forward and backward of one micro-batch.
+        traffic: collectives and transfers between stages in a step of one micro-batch.
     """
 
     outline: Outline

@@ -95,7 +95,7 @@ def _stages(schedule: Schedule) -> str:
 
 
 def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[str, Any]], ...]:
-    """Return (pattern of module paths, name of the primitive, arguments) of each directive of a schedule.
+    """Return (pattern of module paths, primitive such as "shard", arguments) of each directive of a schedule.
 
     Kernels that kernels="auto" chose are left out. The names of model sizes in the arguments are added to `used`.
     """

@@ -77,7 +77,7 @@ def _yaml(text: str) -> dict[str, Any]:
 
 
 def _plain_loader() -> Any:
-    """Return a YAML loader that refuses tags, anchors, repeated keys and deep nesting."""
+    """Return a subclass of `yaml.SafeLoader` that refuses tags, anchors, repeated keys and deep nesting."""
     import yaml
 
     class Plain(yaml.SafeLoader):
