@@ -133,7 +133,7 @@ class State:
         self.checkpointed[:] = [p for p in self.checkpointed if p not in lost]
 
     def _at(self, name: str) -> Any:
-        """Return the module, parameter or buffer that has this path in the model; None if there is none."""
+        """Return the module, parameter or buffer of the model at the path `name`; None if there is none."""
         path, _, leaf = name.rpartition(".")
         holder: Any = self.modules.get(path)
         return self.modules[name] if name in self.modules else getattr(holder, leaf, None)

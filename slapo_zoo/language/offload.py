@@ -146,7 +146,7 @@ class Offloads:
 
     Attributes:
         paths: paths of these modules, in model order.
-        notes: list that records the order of copies, for tests; None otherwise.
+        notes: for tests, a list of ("out" or "back", path of a module) per copy, in order; None otherwise.
     """
 
     def __init__(self) -> None:

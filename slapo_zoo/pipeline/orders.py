@@ -52,7 +52,7 @@ def find_order(name: str) -> Order:
 
 @dataclass(frozen=True)
 class StageMap:
-    """Placement of pipeline stages on the ranks of mesh dim pp, and the order in which they run.
+    """Placement of pipeline stages on the ranks of mesh dim pp, and the order of their forwards and backwards.
 
     Args:
         order: the pipeline order, such as 1F1B.

@@ -176,7 +176,7 @@ def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
 
 
 def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
-    """Return the autograd nodes from which a backward reaches `nodes`, without going beyond `ends`.
+    """Return the autograd nodes from which a backward reaches `nodes`; the search does not go past `ends`.
     `above` maps a node to the nodes that consume its result.
     """
     seen, todo = set(nodes), list(nodes)

@@ -173,7 +173,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: received tensors, tensors to send, number of the newest unit call (a block's, ...)."""
+    """State of a stage's running forward: received tensors, tensors to send, index of a block's or head's latest call."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -255,7 +255,7 @@ class Foreign(nn.Module):
                 self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the replaced module, such as a size; its parameters have shape and dtype but no data."""
+        """Return an attribute of the replaced module, such as a size; a parameter has shape and dtype but no data."""
         for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
             if name in own:
                 return own[name]

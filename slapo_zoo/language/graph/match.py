@@ -170,8 +170,8 @@ class Matcher:
                 yield from self._all(pairs, {**binding, p: v})
 
     def _free(self, v: fx.Node, binding: Binding) -> bool:
-        """Return whether graph node `v` is not bound yet: two pattern nodes never match the same
-        graph node. `binding` holds the matches so far: node of the pattern --> what it matched.
+        """Return whether graph node `v` is unmatched; two pattern nodes, inputs apart, never match the same node.
+        `binding` holds the matches so far: node of the pattern --> node, constant or parameter that it matched.
         """
         return all(b is not v or p.op == "placeholder" for p, b in binding.items())
 

@@ -192,7 +192,7 @@ class OwnDropout(TorchFunctionMode):
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
     def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a random function of torch; if ranks are threads, use this rank's own generator state for the call."""
+        """Run a random function of torch; if ranks run as threads, use this rank's own generator state for the call."""
         if self.state is None or getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **kwargs)
         with rng.drawn_from(self.state):

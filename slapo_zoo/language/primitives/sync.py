@@ -18,7 +18,7 @@ SYNC_OPS: dict[str, tuple[tuple[str, ...], SyncOp]] = {}
 
 
 def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
-    """Return a decorator that registers a collective as `sync(mode, name)` for the given modes."""
+    """Return a decorator that registers a collective as `sync(mode, name)` for each mode in `modes`."""
 
     def register(op: SyncOp) -> SyncOp:
         if name in SYNC_OPS:
