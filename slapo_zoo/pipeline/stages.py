@@ -173,7 +173,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: received tensors, tensors to send, index of a block's or head's latest call."""
+    """State of a stage's running forward: received tensors, tensors to send, index of the last call of a block."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
