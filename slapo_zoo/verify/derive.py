@@ -141,7 +141,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return patterns of stacks (encoder, decoder), each to be cut alone into stages; [] with pp=1 or one stack."""
+        """Return patterns of block lists (encoder, decoder), to cut one alone into stages; [] if pp=1 or one list."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 

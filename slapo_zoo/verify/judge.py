@@ -233,7 +233,7 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
     """Return a result whose `events` are tensors that enter and leave this rank's modules in a training step (without
-    labels: in a forward); without dropout unless `with_dropout`.
+    labels: in a forward); without dropout unless `with_dropout`. All ranks call it together.
     """
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:

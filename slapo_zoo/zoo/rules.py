@@ -42,7 +42,7 @@ def column(
     kv: bool = False,
     shared: str = "",
 ) -> Rule:
-    """Return the rule of a column-parallel linear: weight and bias are sharded over tp along the output axis.
+    """Return the sharding rule of a column-parallel linear: weight and bias are sharded over tp along the output axis.
 
     Sizes are given by name, such as "head_dim"; the family's table computes them from the config (`Table.dims`).
 
@@ -62,7 +62,7 @@ def column(
 
 
 def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
-    """Return the rule of a row-parallel linear: inputs are sharded, the output is all-reduced, then the bias is added.
+    """Return the sharding rule of a row-parallel linear: inputs sharded, output all-reduced before the bias is added.
 
     Args:
         axis: input axis of the weight, which is sharded.
@@ -77,8 +77,8 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """Return the rule of an attention: it gets a child `core_attn` that computes softmax(q k^T) v, and its attributes that
-    count heads or columns become those of this rank.
+    """Return the sharding rule of an attention module: a child `core_attn` that computes softmax(q k^T) v is added, and
+    attributes that count heads or columns become those of this rank.
 
     `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
     `attributes` are (name, "") for a count of heads, (name, "head_dim") for a count of columns, head_dim for each head.
@@ -87,7 +87,7 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Return the rule that divides attributes of a module, such as its number of heads, by tp. `attributes` are pairs
+    """Return the sharding rule that divides attributes of a module, such as its number of heads, by tp. `attributes`:
     (attribute, "" if it counts heads; if it counts columns, the name of the size "columns per head"). `together` is the
     name of the size "query heads per KV head"; `kv` True: the heads are KV heads, of which each rank has at least 1.
     """
@@ -97,53 +97,53 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of an attention's `attribute` that counts query heads per KV head: the attribute shrinks only if
-    tp exceeds the number of KV heads, since ranks then share a KV head. `kv_heads` is the name of that number.
+    """Return the sharding rule of an attention's `attribute` that counts query heads per KV head: it shrinks only if tp
+    exceeds the number of KV heads, since ranks then share a KV head. `kv_heads` is the name of that number.
     """
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
-    """Return the rule that slices a forward argument, with all heads along `axis`, to this rank's
-    heads. `num_heads` is the name, in the family's table, of the number of heads.
+    """Return the sharding rule that slices a forward argument, with all heads along `axis`, to this rank's heads.
+    `num_heads` is the name, in the family's table, of the number of heads.
     """
     return (ShardArgument(argument, _dim(num_heads), axis),)
 
 
 def vocab_bias(linear: str) -> Rule:
-    """Return the rule of a head that has the bias of its logits beside its child `linear` (rule `vocab_head`): the bias
-    is sharded over the vocabulary, and each tp rank adds its shard of the bias to its shard of the logits.
+    """Return the sharding rule of a head that has the bias of its logits beside its child `linear` (rule `vocab_head`):
+    the bias is sharded over the vocabulary, and each tp rank adds its shard of the bias to its shard of the logits.
     """
     return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over all heads' outputs of a column-parallel linear: the weight is sharded as by
-    `column`, which takes these arguments, and the mean of squares is over the outputs of all tp ranks.
+    """Return the sharding rule of an RMSNorm over all heads' outputs of a column-parallel linear: the weight is sharded
+    as by `column`, which takes these arguments, and the mean of squares is over the outputs of all tp ranks.
     """
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
 def column_joined(axis: int = 0) -> Rule:
-    """Return the rule of a column-parallel linear (output axis `axis`) whose sharded output is all-gathered over tp."""
+    """Return the sharding rule of a column-parallel linear (output axis `axis`) with an all-gather of the output."""
     divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
     return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
 
 
 def row_inside(axis: int = 1) -> Rule:
-    """Return the rule of a row-parallel linear (input axis `axis`) whose all-reduced output each rank uses for its own
-    channels only. The gradient of this output is therefore a partial sum on each rank, and is all-reduced too.
+    """Return the sharding rule of a row-parallel linear (input axis `axis`) whose all-reduced output each rank uses for
+    its own channels only. The gradient of this output is then a partial sum on each rank, and is all-reduced too.
     """
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 
 
 def bare(*param_names: str) -> Rule:
-    """Return the rule that shards a module's own parameters, such as a scale per channel, over tp along axis 0."""
+    """Return the rule that shards parameters `param_names` of a module, such as a channel scale, over tp on axis 0."""
     return tuple(Shard(name, 0, uneven=True) for name in param_names)
 
 
 def experts(*param_names: str) -> Rule:
-    """Return the rule of stacked experts: the named parameters are sharded over tp on axis 0, the router is not."""
+    """Return the sharding rule of stacked experts: `param_names` are sharded over tp on axis 0, the router is not."""
     return (*(Shard(name, 0, uneven=True) for name in param_names), ExpertParallel())
 
 
