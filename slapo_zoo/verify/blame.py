@@ -23,11 +23,11 @@ class Blame:
     """Search for the first module of a scheduled model whose tensors on some rank differ from the plain model's.
 
     Args:
-        found: result of each rank of the scheduled model, with the tensors recorded at its modules.
-        truth: recorded tensors (Event --> Seen) of the plain model in fp64, run on the whole batch.
-        plain: recorded tensors of the plain model in fp32; their distance from `truth` is the rounding error.
+        found: result of each rank of the scheduled model; its `events` are the tensors recorded at the rank's modules.
+        truth: {Event (module, its argument or output): Seen (tensor, gradient)} of the plain fp64 model on the batch.
+        plain: the same of the plain model in fp32; the distance from `truth` is the rounding error.
         partial: paths of modules whose output gradients may be partial sums on the tp ranks.
-        experts: paths of modules that run only this rank's experts; modules inside them are not compared.
+        experts: paths of modules whose experts are sharded over ranks; modules inside them are not compared.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """Return the first rank whose tensor of key `event` is neither the plain model's nor a shard of it; else None.
-        `gradient` True compares the gradients of these tensors instead.
+        """Return the first rank whose tensor recorded as `event` is, up to rounding, neither the plain model's nor a
+        shard of it; None if there is no such rank. `gradient` True compares the gradients of these tensors instead.
         """
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
@@ -141,9 +141,9 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have made recorded tensor `index` (its number in forward order) wrong.
-
-        These are the tensor's module and its parent, then for an output the children, for an argument earlier siblings.
+        """Return the paths of modules that can have made recorded tensor `index` (its number in forward order) wrong:
+        for an output its module, the module's children and the parent; for an argument its module, the parent and the
+        parent's other children that ran before.
         """
         event = self.order[index]
         if event.when == "out":
@@ -176,7 +176,7 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Return `paths` of modules that got the same tensor, but with outer containers (a list of blocks) at the end."""
+    """Return module `paths` with outer containers moved to the end: "h" if `paths` has "h.0" and "h.0.ln" too."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
@@ -186,7 +186,7 @@ def _containers_last(paths: list[str]) -> list[str]:
 
 
 def _clamped(x: Tensor) -> Tensor:
-    """Return a tensor in fp64, clamped to +-1e30, since masks hold the lowest number of their own dtype."""
+    """Return `x` in fp64, clamped to +-1e30: masks hide keys by the lowest number of their dtype."""
     return x.double().clamp(-MOST, MOST)
 
 
@@ -203,8 +203,8 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _rank_to_blame(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the tp coordinate of the rank to blame: the first whose tensor in `parts` is missing,
-    else the first whose tensor is far from `want`, the plain model's, else 0.
+    """Return the tp coordinate of the rank to blame: the first whose tensor in `parts` is missing. Else, if all
+    have the shape of `want`, the plain model's, the first whose error is 1e-3 of the largest or more; else 0.
     """
     for i, part in enumerate(parts):
         if part is None:

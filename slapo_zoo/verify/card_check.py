@@ -73,7 +73,7 @@ def _outcome_of(request: str) -> dict[str, Any]:
 
 
 def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
-    """Compare loss and gradients of a model sharded by a folder's card (schedule) with the plain one; write verify.json.
+    """Compare a model sharded by a folder's card (schedule), on the card's mesh, with the plain one; write verify.json.
 
     Args:
         folder: folder of the card.
@@ -81,7 +81,7 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
         quick: verify on a small model of the family; False takes a model of the given config.
 
     Returns:
-        the contents of verify.json.
+        the report as JSON data: what verify.json holds, and "text", the report in words.
     """
     card = read_card(folder)
     sizes = (card.mesh["tp"], card.mesh["pp"], card.mesh["dp"])

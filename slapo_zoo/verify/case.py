@@ -43,8 +43,8 @@ class Case:
         truth_dtype: dtype of the plain model that the scheduled one is compared with.
         drops: names of the config's dropout rates, which are set to 0.2 while dropout is compared.
         draws: whether the model draws random numbers while dropout is compared.
-        thorough: compare an optimizer step, collectives and files too; and compare dropout with a run of
-            the whole batch at once, not in micro-batches.
+        thorough: compare an optimizer step, counts of collectives and saved files too; and compare dropout with a run
+            of the whole batch at once, not in micro-batches.
         seen: observation of the plain model's forward (`zoo.derivation.observe`); None unless rules are derived from it.
         truth: result of an earlier run of the plain model, or None.
         batch: inputs of the first step, for all dp ranks together; if empty, they are drawn.
@@ -73,7 +73,7 @@ class Case:
             object.__setattr__(self, "batch", self.batch_of(0))
 
     def batch_of(self, step: int) -> dict[str, Tensor]:
-        """Make the batch of step number `step`: name --> tensor [rows, ...]; floating-point inputs are fp32."""
+        """Draw the batch of step number `step`: {input: tensor [rows, ...]}; floating-point inputs are fp32."""
         model = hf.build_on_meta(self.cls, copy.deepcopy(self.config), torch.float32, False)
         if not self.padded:
             return random_batch(model, self.rows, self.tokens)
@@ -81,7 +81,7 @@ class Case:
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:
-        """Return {config field: value} that each run sets when it loads the model; `dropped` sets dropout to 0.2."""
+        """Return {config field: value} that each run sets when it loads the model; dropout is 0.2 if `dropped`, else 0."""
         drops = dict.fromkeys(self.drops, DROPOUT) if dropped else {}
         return {**changes_for_comparison(self.config), **drops}
 
@@ -184,7 +184,7 @@ def expressive(config: Any) -> dict[str, Any]:
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:
-    """Return {config field: value} to load the model with: no dropout, larger initial weights, experts that run in fp64."""
+    """Return {config field: value} for all loads: no dropout, larger initial weights, experts by code with fp64."""
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):

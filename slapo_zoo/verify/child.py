@@ -39,7 +39,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Do the task of a JSON request; return its outcome as JSON data. The keys of the request choose the task:
 
     - "sizes" (tp, pp, dp): derive a table of sharding rules; the outcome is the table and its proof.
-    - "cut" (size of tp) and "way" (value of `cp_attention=`): find how a cp rank gets the positions of its tokens.
+    - "cut" (size of tp) and "way" (value of `cp_attention=`): the outcome is {"positions": how cp ranks number tokens}.
     - neither: compare a sharded model with the plain one on "mesh" (tp, pp, dp); the outcome is the report.
       Optional are "program" (text of a schedule.json), "knobs" and "folder" (arguments of `core.verify`),
       "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
@@ -89,9 +89,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
-    """Return the family's sharding rules, completed by how a cp rank gets its tokens' positions, found on a tiny model.
-
-    Return None with cp = 1, or if the rules hold this already. `arguments` are keyword arguments of `core.verify`.
+    """Return the family's sharding rules with how cp ranks number their tokens, which runs of a tiny model find out;
+    None if cp is 1 or if the family's own rules, which the caller then takes, say this. `arguments` are keyword
+    arguments of `core.verify`.
     """
     if arguments.get("cp", 1) == 1:
         return None

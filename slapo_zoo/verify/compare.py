@@ -152,7 +152,7 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error of a value: twice the largest distance of plain runs from fp64, plus 8 fp32 eps times its magnitude.
+    """Allowed error of an output, loss or gradient: twice the largest error of plain runs, plus 8 fp32 eps of its size.
 
     Args:
         truth: the run of the plain model in fp64.
@@ -169,17 +169,17 @@ class Tolerance:
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return the largest distance of the plain runs from the fp64 run, in the value `what(run)`."""
+        """Return the largest absolute difference of a plain run from the fp64 run in `what(run)`, e.g. a gradient."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the absolute error that one value of the scheduled model may have.
+        """Return the absolute error that each element of an output, loss or gradient of the scheduled model may have.
 
         Args:
-            what: function that takes the value from a run.
-            largest: largest absolute value among the elements of the value.
-            scale: magnitude of the values from which this value was computed.
+            what: function that gets a run (a Result) and returns this output, loss or gradient of the run.
+            largest: largest absolute element of it in the fp64 run.
+            scale: largest element of the tensors that rounding errors come from, for a gradient of all gradients; or 0.
         """
         return 2 * self.own_error(what) + FLOOR * max(largest, scale)
 
@@ -187,16 +187,16 @@ class Tolerance:
         self, into: Comparison, check: str, name: str, found: Any, what: Callable[[Result], Any],
         scale: float = 0.0, rank: int | None = None,
     ) -> None:  # fmt: skip
-        """Compare one value of the scheduled model with the plain runs, and record an error that is too large.
+        """Compare an output, loss or gradient of the scheduled model with that of `truth`; record a too large error.
 
         Args:
             into: record to which the outcome is added.
             check: name of the check, a key of CHECKS such as "gradients".
-            name: name of the value.
-            found: the value of the scheduled model.
-            what: function that takes the value from a run.
-            scale: magnitude of the values from which this value was computed; 8 fp32 eps times `scale` are allowed.
-            rank: rank on which the value was computed, or None for all.
+            name: name of the output or parameter, for the record.
+            found: the output, loss or gradient of the scheduled model.
+            what: function that gets a run (a Result) and returns the same output, loss or gradient of the run.
+            scale: for a gradient the largest element of all gradients, of which 8 fp32 eps are allowed; or 0.
+            rank: rank on which `found` was computed, or None for all.
         """
         want = torch.as_tensor(what(self.truth)).double()
         found = torch.as_tensor(found).double()
@@ -230,7 +230,7 @@ class FixedTolerance(Tolerance):
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the allowed error, relative * (largest + 0.01 * scale); for the arguments see `Tolerance.allowed`."""
+        """Return relative * (`largest` element of the value + 0.01 * `scale`, e.g. the largest of all gradients)."""
         return self.relative * (largest + 0.01 * scale)
 
 
@@ -294,7 +294,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """Return f if every gradient in `found` is f times the plain model's in `want`; None if no f but 1 is found."""
+    """Return f if each gradient in `found` is, up to rounding, f times that in `want` and f is not 1; else None."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]

@@ -142,9 +142,8 @@ class Verify:
         return divergence
 
     def _error(self, error: Exception) -> Exception:
-        """Return the error to raise if the model raised `error` when it ran after the block of directives (`shard`).
-
-        It is a VerifyError that names the module that was running, or `error` itself if no module is known.
+        """Return the error to raise if the model raised `error` when it ran after the block of directives (`shard`): a
+        VerifyError that names the module that was running, or `error` itself if no module is known.
         """
         paths = getattr(error, "slapo_modules", ())
         if not paths:
@@ -209,7 +208,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
 
 @contextmanager
 def _as_trained(sch: Schedule) -> Iterator[None]:
-    """Context in which checkpointed modules recompute in eval mode too, and backwards sum partial gradients over tp."""
+    """Context in which checkpointed modules recompute in eval mode too, and hooks sum partial gradients over tp."""
     built, is_own = sch.state.sums, sch.state.plan is None
     for handle in built:
         handle.remove()

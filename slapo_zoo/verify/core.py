@@ -159,8 +159,8 @@ class _Verification:
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
         """Return a difference that no module explains (loss, norm, or one factor in all gradients), else `divergence`.
 
-        `divergence`, the first module that differs or None, comes first if its forward differs. If the norm is wrong
-        because replicated parameters have different gradients on the ranks that hold them, the result is None.
+        `divergence` is the first module that differs, or None; it is returned in any case if its forward differs. If
+        only the norm is wrong, as ranks have different gradients of a replicated parameter, None is returned.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -190,8 +190,8 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of modules whose output gradients are partial sums, by `sync` "all_reduce_twice" (if
-        `field` is "sync_op_or_fn"), or of modules whose experts are sharded (if `field` is "count").
+        """Return the paths of modules with a directive whose attribute `field` is "all_reduce_twice" or "num_experts":
+        "sync_op_or_fn" finds those with partial output gradients, "count" those with sharded experts.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

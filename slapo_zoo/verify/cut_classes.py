@@ -51,8 +51,8 @@ def require_token_loss(cls: Any) -> None:
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
     """Return a copy of `table` (sharding rules) whose field `cut_tokens` has the value `positions` for class `cls`.
 
-    `positions` says how a cp rank gets its tokens' position ids: passed as "counted" (0, 1, ...), "counted by mask" or
-    "counted real" (padding skipped), numbered by an embedding ("placed"), in a bias ("relative"), or "none".
+    `positions` says how tokens get positions: by position_ids, "counted" (0, 1, ...) or, without padding, "counted by
+    mask" or "counted real"; by an embedding that counts ("placed"), by a bias of distances ("relative"), or "none".
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 

@@ -56,7 +56,7 @@ class Proof:
     seconds: float = 0.0
 
     def words(self) -> list[str]:
-        """Return the lines of a text that says what was proven, and which modules stay unsharded and why."""
+        """Return lines of text: on which mesh outputs, loss and gradients agree, and why modules stay unsharded."""
         tp, pp, dp = self.sizes
         divided = f", tp shards {self.share:.0%} of the parameters" if tp > 1 else ""
         found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
@@ -71,13 +71,12 @@ class Proof:
 
 
 def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> Proof:
-    """Derive the table of sharding rules that shards most among those that are proven right on a mesh.
-
-    `sizes` are those of tp, pp and dp; `knobs` are loader arguments for the proof, such as sequence_parallel.
+    """Derive a table of sharding rules by which a tiny model has the plain one's outputs, loss and gradients;
+    among such tables it shards most. The tiny model runs on a mesh of `sizes` (tp, pp, dp) with the loader arguments
+    `knobs`, such as sequence_parallel.
 
     Raises:
-        ArchitectureError: no table is right, nothing can be sharded, or plain `transformers` cannot train
-            the model; the error names the cause.
+        ArchitectureError: no table passes, nothing can be sharded, or plain `transformers` cannot train the model.
     """
     tp, pp, dp = sizes
     if knobs.get("cp", 1) > 1:
@@ -97,7 +96,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """Search for a table of sharding rules that is proven right; tables that shard more are tried first."""
+    """Search for sharding rules by which a tiny model computes what the plain one does; first are those that shard most."""
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, dict(knobs)
@@ -111,7 +110,9 @@ class Search:
         self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
-        """Return the proof of the first table whose sharded model equals the plain one; ArchitectureError if none does."""
+        """Return a Proof of the first table by which a tiny model has the plain one's outputs, loss and gradients up to
+        rounding; raise ArchitectureError if there is none.
+        """
         if unknown := self.case.seen.spelling.unknown:
             problem = f"its files hold {unknown[0]}, which is neither a renamed nor a split tensor of the model"
             raise refusal(self.config, problem, "load it with plain transformers")
@@ -141,7 +142,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return patterns of block lists (encoder, decoder), to cut one alone into stages; [] if pp=1 or one list."""
+        """Return patterns of block lists (encoder, decoder); a try cuts only one into stages. [] for pp=1 or one list."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -160,8 +161,8 @@ class Search:
         return [*map(_seamed, makes), *makes] if self.is_cut else makes
 
     def _has_plan(self) -> bool:
-        """Return whether the tp plan of `transformers` gives a table: there is a plan, and `table_of_plan` accepts it
-        (it refuses e.g. dropout, which no plan names). If tp is 1, the table must also be right with tp = 2.
+        """Return whether the config's tp plan of `transformers` gives a table: `table_of_plan` refuses e.g. dropout,
+        which no plan names. If tp is 1, a tiny model on two tp ranks must also agree with the plain one by this table.
         """
         if not plan_of(self.case.config):
             return False
@@ -282,18 +283,18 @@ def _on_meta(config: Any, cls: Any) -> Any:
 
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
-    """Return a copy of `table` that says how a cp rank gets the positions of its tokens, as proven on a tiny model.
+    """Return a copy of `table` whose field `cut_tokens` says how a cp rank gets its tokens' positions, e.g. "counted":
+    the first way by which a tiny model on two cp ranks has the outputs, loss and gradients of the plain one.
 
     Args:
         config: a config of `transformers`; it is made tiny.
         cls: class of the model; if its loss is no mean over tokens, one with the same blocks is tried.
         table: sharding rules of the family, for any config.
-        tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
+        tp: number of tp ranks of the tiny model.
         way: `cp_attention=`: "gather" (keys of all ranks), "ulysses" (all tokens, some heads), "ring" (keys rank by rank).
 
     Raises:
-        ArchitectureError: with sharded tokens the tiny model computes something else, or plain
-            `transformers` cannot train it.
+        ArchitectureError: no way gives the plain model's results, or plain `transformers` cannot train the tiny model.
     """
     cls = class_by_token(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:

@@ -14,12 +14,12 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Return a text that tells how the tensors of the tp ranks are shards of `want`; "" if they are not.
+    """Return how the tensors of the tp ranks are shards of `want`, as text ("runs of axis 1"); "" if they are not.
 
     Args:
         parts: one tensor per tp rank, in order.
         want: the plain model's tensor.
-        close: returns whether a tensor of the shape of `want` is near enough to it.
+        close: function that returns whether a tensor of the shape of `want` is `want` up to rounding.
         partial: accept partial sums too: tensors of the shape of `want` that add up to it.
     """
     if all(part.shape == want.shape and close(part) for part in parts):

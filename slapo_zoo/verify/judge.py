@@ -50,18 +50,18 @@ RELATIVE = {torch.float64: 1e-4, torch.float32: 1e-3}
 def judge(
     trial: Trial, into: Comparison | None = None, scratch: Path | None = None
 ) -> Comparison:  # fmt: skip
-    """Run a sharded model on a mesh and compare it with the plain model, first without dropout, then with it.
+    """Run a sharded model on a mesh and compare it with the plain model, without dropout; if all agrees, also with it.
 
     Args:
         trial: the test case, the schedule and the mesh.
-        into: record of findings, complete even if the schedule raises; None makes a new one.
+        into: record to which findings are added, those before an exception too; None makes a new one.
         scratch: folder for the saved weights; None compares no files.
 
     Returns:
-        all findings.
+        `into`, the record of all findings.
 
     Raises:
-        Exception: whatever a schedule that does not run raised.
+        Exception: what the run of the sharded model raised.
     """
     case, into = trial.case, Comparison() if into is None else into
     near = tolerance_of(case)
@@ -115,8 +115,8 @@ def compare_dropout(into: Comparison, trial: Trial) -> None:
 def tolerance_of(case: Case) -> Tolerance:
     """Run the plain model; return its result and the allowed error of a scheduled model, as a Tolerance.
 
-    If the scheduled model runs in another dtype than the plain fp64 run, this error is measured on plain runs in
-    the scheduled model's dtype that add in different orders.
+    This error is a fixed share of each value if both models run in one dtype. Else it is measured on plain runs in the
+    scheduled model's dtype that add in different orders.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])
@@ -177,7 +177,7 @@ def plain(
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load `trial.case`'s model, sharded by `trial.schedule`, with config fields `changes`; each rank gets its part."""
+    """Return this rank's shard of `trial.case`'s model, sharded by `trial.schedule`, with config fields `changes`."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
@@ -280,7 +280,7 @@ def _train(
 
 
 def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
-    """Run forward and backward of this rank's rows of `whole`, the batch of all dp ranks; return the loss of these rows."""
+    """Run forward and backward of this rank's rows of `whole` (batch of all dp ranks); return the mean loss of `whole`."""
     parts, truth = trial.micro_batches(model._slapo.table), trial.case.truth
     loss = mean_sine if truth is not None and "loss" not in truth.outputs else None
     pipeline = model._slapo.pipeline
@@ -375,7 +375,7 @@ def untied(model: Any) -> list[str]:
 def files(
     into: Comparison, folder: Path, cls: Any, batch: Mapping[str, Tensor], result: RankResult
 ) -> None:
-    """Check that plain `transformers` loads what was saved in `folder`, bit for bit, finite, and that its forward runs.
+    """Check that plain `transformers` loads the weights in `folder` bit for bit, and they are finite; run its forward.
 
     `result` holds the weights that were saved, `batch` is the input of the forward; the outcome is recorded in `into`.
     """

@@ -11,7 +11,7 @@ CHECKS = {"gradients", "optimizer step", "dropout"}
 
 
 def drop_kinks(into: Any, check: Callable[[Any, Any], None], run: Callable[[int], Any]) -> None:
-    """Drop small differences of gradients from `into` if a run with noise of one unit in the last place has none.
+    """Drop small differences of gradients from `into` if one of 8 runs with noise of one ulp in all weights has none.
 
     An input of a ReLU that is 1e-8 in the plain model can round to -1e-8 in the sharded one, which is no mistake. A
     wrong schedule has its difference in every run. Ranks that are processes make no further runs: if only some of them
@@ -19,8 +19,8 @@ def drop_kinks(into: Any, check: Callable[[Any, Any], None], run: Callable[[int]
 
     Args:
         into: Comparison with the differences of the first run.
-        check: compares the results of all ranks with the plain model, and records differences.
-        run: runs the sharded model with noise from a seed on every parameter.
+        check: function (a Comparison, results of `run`) that adds to the Comparison what differs from the plain model.
+        run: function (seed) that runs the sharded model with noise from the seed on every parameter, on all ranks.
     """
     kinds = {finding.check for finding in into.findings}
     if dist.is_initialized() or not kinds or kinds - CHECKS or into.apart > SMALL:

@@ -106,8 +106,8 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 def _candidates(case: Case) -> list[str]:
     """Return the ways that the model class allows to give a cp rank's tokens their positions in the whole row.
 
-    They are the names in POSITIONS (how `position_ids` are made), "placed" (a module that counts tokens by itself gets the
-    offset), "relative" (a bias by distance) and "none" (the model has no positions).
+    They are "counted" and other names in POSITIONS (ways to make `position_ids`), "placed" (an embedding that counts
+    the tokens itself gets the offset), "relative" (a bias by distance) and "none" (the model has no positions).
     """
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
@@ -211,7 +211,7 @@ def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
 
 
 def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
-    """Run `forward(**batch)` of a model in eval mode; return its logits and the outputs of all modules."""
+    """Set `model` to eval mode and call `forward(**batch)`, which runs it; return logits and each module's output."""
     seen: dict[str, Tensor] = {}
 
     def note(path: str, output: Any) -> None:

@@ -64,7 +64,7 @@ def tiny_case(
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Return the test case of a tiny model in `folder`: heads for `tp` ranks, attention windows of at most 6 tokens."""
+    """Write a tiny model to `folder`; return its test case: heads for `tp` ranks, attention windows of <= 6 tokens."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
     near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
     for like, sizes in ((near, small), (config, small), (config, whole)):
