@@ -26,7 +26,7 @@ class Batches:
         rows: `datasets.Dataset` of tokenized rows.
         task: task that makes batches from rows.
         batch_size: rows per step, over all data-parallel ranks together.
-        seed: seed of the order of the rows and of the masks.
+        seed: seed of the order of the rows, and of which tokens are masked.
     """
 
     rows: Any
@@ -69,11 +69,11 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return {name: value} that identifies the data on resume: row count, settings, checksum; `step` is ignored."""
+        """Return {name: value} by which a resumed run checks its data: row count, settings, checksum; `step` is unused."""
         return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:
-        """Do nothing, because a batch depends only on the seed and its step."""
+        """Do nothing, unlike `Stream.resume`, because a batch depends only on the seed and its step."""
 
 
 class Stream:
@@ -86,7 +86,7 @@ class Stream:
         source: a `Source`, which opens the data and yields tokenized rows.
         task: task that makes batches from rows.
         batch_size: rows per step, over all data-parallel ranks together.
-        seed: seed of the order within a block, and of the masks.
+        seed: seed of the order within a block, and of which tokens are masked.
         block: rows per block, rounded down to whole batches.
     """
 
@@ -102,7 +102,7 @@ class Stream:
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
         """Return the batch {name: [rows, ...]} of a step for data-parallel rank `dp_coord` of `dp`.
 
-        Calls must have ascending steps.
+        All ranks must call this with the same, ascending steps: a step that begins a block is a collective call.
         """
         block, turn = divmod(step, self.steps)
         if self.next is None:

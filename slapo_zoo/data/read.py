@@ -250,7 +250,7 @@ class Encoder:
 
 
 def _named_in(classes: Sequence[str], label: Any) -> Any:
-    """Return item number `label` of `classes`, a list of items for a list of numbers; another label unchanged."""
+    """Return the name in `classes` of class number `label`, or of each number in a list; any other label unchanged."""
     if isinstance(label, list):
         return [_named_in(classes, one) for one in label]
     is_known = not isinstance(label, str) and 0 <= label < len(classes)

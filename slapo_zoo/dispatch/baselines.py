@@ -66,8 +66,9 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. The position
-    bias is read from `weight` [buckets, H] (None: no bias); `key_mask` [B, T] is True at keys that are no padding.
+    """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. `weight`
+    [buckets, H] (None: no position bias), `bidirectional` and `max_distance` are those of T5's position bias;
+    `key_mask` [B, T] is True at keys that are no padding, `p` the probability of dropout.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)

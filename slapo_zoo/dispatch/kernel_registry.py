@@ -145,8 +145,8 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a forward for `module` that runs the kernel's `forward`, but the class's own forward if this was patched
-    since, or if a child named in `passes`, whose work the kernel does itself, was replaced, patched or hooked since.
+    """Return a forward for `module` that runs the kernel's `forward`, or the class's forward if later code has patched
+    that, or replaced, patched or hooked a child named in `passes`, whose work the kernel does itself.
     """
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
@@ -283,7 +283,7 @@ class FusedKernel:
 
     Args:
         name: name for `fuse(compiler="kernel", name=...)` and `replace(name, subgraph)`.
-        pattern: function that the kernel computes; its argument names are those of `function`.
+        pattern: torch operations, as a function with the argument names of `function`, that the kernel replaces.
         function: the kernel.
     """
 

@@ -88,7 +88,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return `run(*args, **options)`, a call that waits for peers; if a peer is lost, raise a RankError that names it."""
+    """Return `run(*args, **options)`, a call that waits for peers; RankError names the peer if one is lost."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

@@ -39,8 +39,8 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective, and return whether this is a dry run, in which nothing is sent. A dry run reports it to the
-    group's `note` function, a real run to the functions in OBSERVERS, by which `verify` compares ranks.
+    """Return True in a dry run, in which the caller sends nothing. Also report the collective: in a dry run to
+    `group.note`, else to the functions in OBSERVERS, by which `verify` checks that tp ranks call the same collective.
 
     Args:
         group: process group, or its replacement in a dry run.
@@ -185,8 +185,8 @@ def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Return x, sharded over n ranks along `join_axis`, sharded along `split_axis` instead: an all-to-all makes
-    [.., n * s, .., t, ..] to [.., s, .., n * t, ..], and the gradient is resharded back. For group None, return x.
+    """Reshard x over n ranks: x is sharded along `join_axis`, the result along `split_axis`. An all-to-all makes
+    [.., n * s, .., t, ..] to [.., s, .., n * t, ..]; the backward does the opposite. For group None, return x.
     """
     if group is None:
         return x

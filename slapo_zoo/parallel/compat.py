@@ -55,7 +55,7 @@ def timeout_of_world() -> float:
 
 
 def forget_groups() -> None:
-    """Reset torch's counter of process groups, from which their names are made, after a failed `init_process_group`."""
+    """Reset torch's count of process groups, which is part of a group's name, after a failed `init_process_group`."""
     dist.distributed_c10d._world.group_count = 0
 
 
@@ -128,7 +128,7 @@ class _WorldPerThread:
 
 
 def ranks_are_threads() -> bool:
-    """Return whether ranks are threads of one process, which share torch's default dtype and generators."""
+    """Return whether this process runs ranks as threads (`emulate`, `exact=`), which share torch's random generator."""
     return isinstance(dist.distributed_c10d._world, _WorldPerThread)
 
 

@@ -19,8 +19,8 @@ def local_tensors(
     """Return {name: this rank's tp shard of the tensor, or with `grads` of its gradient}, for the tensors that this
     rank's pipeline stage owns and `specs` lists (name, unsharded shape and sharding of each).
 
-    The shards are gathered over dp. With `rows`, which ignores `grads`, they are not: under ZeRO each is this dp rank's
-    slice of axis 0, and `slapo_zoo.parallel.local_tensors.rows_of` returns which slice.
+    Each shard is gathered over dp. With `rows`, which ignores `grads`, it is not: under ZeRO a value of the dict is
+    only this dp rank's slice (of axis 0) of the tp shard, and `local_tensors.rows_of(value)` returns which slice.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)
@@ -41,7 +41,7 @@ def gather(
     Args:
         local: name --> this rank's tensor.
         specs: name, unsharded shape and sharding of each tensor.
-        mesh: mesh with this rank.
+        mesh: mesh of the model, with this rank's coordinates.
         group: process group of all ranks; None: the default group. With nccl the GPU of rank 0 holds all shards.
     """
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}

@@ -1,6 +1,6 @@
-"""Numbers about the running micro-batch that the host knows, so that code need not wait for a GPU to read them.
+"""Counts of labels and padding in the running micro-batch, held on the host, so that code need not wait for a GPU.
 
-A training step reads these numbers once, together with the counts that its loss means need.
+A training step reads them from the GPU once, together with the numbers of labels by which its mean losses divide.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ IGNORED = -100  # labels that do not count, as in torch and transformers
 
 @dataclass(frozen=True)
 class Known:
-    """Facts about one micro-batch that the host knows without reading a GPU; None where unknown.
+    """Facts about one micro-batch that the host knows without reading a GPU; a field that it does not know is None.
 
     Args:
         padded: True if an attention mask of the step's batch hides a token.
         targets: number of labels that are not -100.
-        real: number of tokens that are not padding, for each row; None if layers may not skip padding.
-        packed: True if a row holds more than one sequence, by its position ids.
+        real: number of tokens that are not padding, for each row; None if layers have to compute padding too.
+        packed: True if a row holds more than one sequence, as its position ids show.
     """
 
     padded: bool | None = None

@@ -68,17 +68,17 @@ class RowsOfRank:
 def rows_of(tensor: Any) -> Rows | None:
     """Return which rows (slice of axis 0) this dp rank holds of a tensor; None where the tensor is not sharded over dp.
 
-    This record is an attribute of the tensor, which may be a parameter or an optimizer state. It does not hold the
-    unsharded shape, nor which ranks hold the other rows: the table RankPlan does.
+    The result is an attribute of `tensor`, a parameter or an optimizer state. The model's RankPlan tells the unsharded
+    shape and which ranks hold the other rows.
     """
     return getattr(tensor, "dp_rows", None)
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Copy to `tensor` the record of which rows of a dp-sharded tensor `part` holds; return `tensor`.
+    """Record on `tensor`, a slice or optimizer state of the dp-sharded `part`, which rows it holds; return `tensor`.
 
-    `first` is the index of the first row of `tensor` in the tensor unsharded over dp; None takes that of `part`. If
-    `part` has no such record (see `rows_of`), nothing is recorded.
+    `first` is the index of its first row in the tensor that is unsharded over dp; None: it begins at the same row as
+    `part`. Nothing is recorded if `part` is not sharded over dp by ZeRO.
     """
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)

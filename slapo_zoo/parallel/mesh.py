@@ -107,14 +107,14 @@ class Mesh:
         return name in ALWAYS or getattr(self, name) > 1
 
     def named(self, mesh_dim: str) -> str:
-        """Return the mesh dims of a name, as text: "dp" for "dp" or "batch"; for "loss" "dp+cp", or "dp" if cp is 1."""
+        """Return the mesh dims that a name stands for: "dp" for "dp" and "batch", "dp+cp" for "loss" (cp 1: "dp")."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
         names = [dim.name for dim in self.DIMS if dim.divides in divides]
         return "+".join(name for name in names if self._is_in_use(name))
 
     def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
-        """Return (name, size, stride in global ranks) of each mesh dim of a name, e.g. of dp and cp for "loss"."""
+        """Return (name, size, stride in global ranks) of each mesh dim that a name stands for ("loss": dp and cp)."""
         places = self.__dict__["_places"]
         if mesh_dim not in places:
             names = self.named(mesh_dim).split("+")

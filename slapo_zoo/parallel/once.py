@@ -1,7 +1,7 @@
-"""Refusal of second derivatives (`create_graph=True`) through custom autograd Functions, and of torch.func over ranks.
+"""Functions that raise for second derivatives (`create_graph=True`) of custom autograd Functions, and for torch.func.
 
-torch's `once_differentiable` does not refuse a backward that begins at the loss, nor a second backward with
-`inputs=`, so a gradient penalty would be silently wrong.
+torch's decorator `once_differentiable` raises neither in a backward that begins at the loss nor in a second backward
+with `inputs=`, so a gradient penalty would be silently wrong.
 """
 
 import functools

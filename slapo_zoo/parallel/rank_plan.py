@@ -49,12 +49,12 @@ class Sum:
 class TensorPlan(TensorSpec):
     """Plan of one tensor of the model: its shards, gradient sums, owner and name in files.
 
-    The first of `stages`, also in `stage`, owns the tensor: that stage counts it in norms and writes it to files.
+    The pipeline stage `stage`, the first of `stages`, owns the tensor: counts it in norms and writes it to files.
 
     Args:
         stages: pp coordinates that hold the tensor.
         row_shards: number of dp ranks over which ZeRO shards the local tensor along axis 0; 1 without ZeRO.
-        sum_over: sums over ranks that its gradient takes, in this order; empty for a buffer.
+        sum_over: groups of ranks over which its gradient is summed, one after the other; empty for a buffer.
         tied_to: name of the tensor under whose name this one is saved, or "".
         is_parameter: True if the tensor may take a gradient.
         adapter: name of the peft adapter whose files hold it, or "" for the model's own files.
@@ -68,11 +68,11 @@ class TensorPlan(TensorSpec):
     adapter: str = ""
 
     def sums(self, tokens_sharded: bool, *why: str) -> list[Sum]:
-        """Return the sums over ranks that the tensor's gradient takes in a step.
+        """Return the groups of ranks over which the tensor's gradient is summed in a step, one after the other.
 
         Args:
             tokens_sharded: True in a step with sequence parallelism.
-            why: kinds of sums to return (PARTIAL, REPLICAS, TIED, DATA); empty: all.
+            why: kinds of sums (PARTIAL over tp, REPLICAS of KV heads, TIED over stages, DATA over dp); empty: all.
         """
         return [
             one for one in self.sum_over
@@ -114,7 +114,7 @@ class RankPlan:
         tensors: name in the state dict --> plan, for every tensor of the whole model, in the model's order.
         units: paths of the modules (blocks, embeddings, heads) that this rank's pipeline stages run.
         cuts: path of each module after which a pipeline stage ends; "PATH, call N" if the model calls it several times.
-        sites: path of a module of this rank that draws random numbers --> text of the directive (`fork_rng`, ...) that seeds it.
+        sites: path of a module of this rank that draws random numbers --> text how it is seeded (`fork_rng`, ...).
     """
 
     mesh: Mesh
@@ -170,7 +170,7 @@ class RankPlan:
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return the sets of ranks, smaller than a mesh dim, that sum a gradient; each set needs a process group."""
+        """Return the groups of global ranks, parts of a mesh dim, that sum a gradient: each needs a process group."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
         meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
@@ -179,9 +179,9 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Return {sum over ranks: names of the parameters whose gradients take it}, names in the same order on all ranks.
+        """Return {group of ranks: those of `names` whose gradients this rank sums over it}, in one order on all ranks.
 
-        `why` selects kinds of sums, e.g. DATA (empty: all); `tokens_sharded`: True in steps with sequence parallelism.
+        `why` selects kinds of sums, e.g. DATA, over dp (empty: all); `tokens_sharded`: True with sequence parallelism.
         """
         places = {name: i for i, name in enumerate(self.tensors)}
         rows = [self.tensors[name] for name in names if name in self.tensors]

@@ -90,7 +90,7 @@ class Meeting:
 
 
 def runs_a_rank() -> bool:
-    """Return whether this thread is a rank of a model loaded with `exact=`, which runs several ranks in one process."""
+    """Return whether this thread is a virtual rank: `exact=` runs several of them in a process, one thread each."""
     return hasattr(_OF_THREAD, "meetings")
 
 

@@ -24,7 +24,8 @@ class TokenCut:
         n: number of ranks of cp.
         r: this rank's coordinate on cp.
         group: process group of these ranks.
-        way: how attention reaches the tokens of other ranks: "gather", "ulysses" or "ring" (see WAYS).
+        way: how attention reaches the tokens of other ranks: "gather" (all keys and values), "ulysses" (all-to-all: all
+            tokens, some heads) or "ring" (keys and values of one rank after the other).
     """
 
     n: int

@@ -142,7 +142,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
 
 
 def close() -> None:
-    """End this process's virtual ranks (threads), after which its models of `exact=` cannot run; a collective call."""
+    """Stop the threads, one per virtual rank, that run models loaded with `exact=`; all processes must call this."""
     _HOSTS.clear()
     _WITHIN.close()
 

@@ -35,7 +35,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
     """Return for each term of a model's loss the number of targets that its mean divides by, on the labels' device.
 
     Args:
-        class_name: name of the model class; a class that predicts the next token ignores the first label.
+        class_name: name of the model class; a class that predicts the next token ignores each row's first label.
         batch: keyword arguments of the model's forward.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
@@ -100,9 +100,9 @@ class GlobalMeans(TorchFunctionMode):
     ) -> Iterator[None]:
         """Context of a micro-batch's forward, in which mean losses divide by the target counts of the whole batch.
 
-        `part` maps names to the labels of the micro-batch; `expected` is the number of its labels that count in each
-        loss term, or empty to check nothing. A MeshError is raised if a term compares another number of targets, or if
-        the forward computes no mean loss.
+        `part` maps names to the labels of the micro-batch; `expected` is, for each loss term, how many of these labels
+        are not -100. MeshError is raised if a term's mean is over another number of targets (not checked for an
+        empty `expected`), or if the forward computes no mean loss.
         """
         self.expected = expected
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
@@ -182,8 +182,8 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _require_counted(self, k: int, y: Tensor, ignored: int) -> None:
-        """Raise MeshError if the targets `y` of loss term `k` other than `ignored` are not as many as were counted in
-        the labels: some models also ignore labels at padding.
+        """Raise MeshError if loss term `k` has another number of targets `y` other than `ignored` (its `ignore_index`)
+        than the micro-batch has labels other than -100: some models also ignore labels at padding.
         """
         found, counted = int((y != ignored).sum()), int(self.expected[k])
         if found != counted:
@@ -192,10 +192,10 @@ class GlobalMeans(TorchFunctionMode):
             raise MeshError("train_step", "the model's loss", problem, hint)
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of class weights over all targets of loss term `k` (from 0) in the whole batch; `weight` None
-        counts each target as 1. Raise MeshError if the sums over the micro-batch's targets `y` and its labels differ.
+        """Return the sum of the class weights of all targets of loss term `k` (from 0) in the whole batch; for `weight`
+        None each target has weight 1. `ignored` is the `ignore_index` of the loss.
 
-        `ignored` is the `ignore_index` of the loss.
+        Raise MeshError if this sum over the targets `y` of the micro-batch's loss differs from that over its labels.
         """
 
         def weighed(targets: Tensor) -> Tensor:
@@ -211,8 +211,8 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """Return the sum over dp of `mine`, this rank's sum of class weights. Raises MeshError if `weights`, one per
-        class, differ between micro-batches or ranks.
+        """Return the sum over dp of `mine`, the sum of the class weights of this rank's targets. Raise MeshError if
+        `weights`, the weight of each class, differ between micro-batches or ranks.
         """
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]

@@ -60,7 +60,7 @@ def once_for_all(what: str, action: Callable[[], T]) -> T:
 
 
 def _portable(error: Exception) -> tuple[str, str]:
-    """Return (problem, hint) of an error as text, since not every exception can be pickled."""
+    """Return an error as two texts, (what went wrong, what to do), since not every exception can be pickled."""
     if isinstance(error, SlapoError):
         parts = [str(part) for part in (error.where, error.what, error.problem) if str(part)]
         return ": ".join(parts), error.hint

@@ -1,4 +1,4 @@
-"""Several ranks of one world as threads of this process: `emulate` runs a whole mesh so, for notebooks and debuggers.
+"""Several ranks of one world as threads of this process: all ranks by `emulate`, for notebooks, or some by `exact=`.
 
 The other ranks of a world may be in other processes. Every thread has its own gloo process groups, so the same
 collectives run, in the same order and with the same results, wherever the ranks of the world are.
@@ -34,7 +34,7 @@ _STAYS = threading.Event()  # set while the ranks that hold the lock live until 
 
 
 class HostedRanks:
-    """Ranks of a world that run as threads of this process; a context, at whose end the threads leave their groups.
+    """Ranks of a world that run as threads of this process; as a context, it starts the threads and ends them.
 
     Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
 
@@ -43,8 +43,8 @@ class HostedRanks:
         ranks: the ranks that run in this process.
         size: number of ranks of the world.
         timeout_s: seconds after which a waiting collective raises.
-        stays: True if the ranks live until the user closes a model. Until then, entering a second HostedRanks in this
-            process raises MeshError; if `stays` is False, the second one waits until the first one ends.
+        stays: True for virtual ranks (of a model loaded with `exact=`), which live until the user closes the model.
+            Until then entering another HostedRanks raises MeshError; if False, the other one waits until this one ends.
     """
 
     def __init__(
@@ -86,8 +86,7 @@ class HostedRanks:
         self._within.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(rank, *args)` on every rank of this process, in that rank's thread; return
-        the results by rank.
+        """Call `function(rank, *args)` for every rank of this process in its own thread; return the results by rank.
 
         Raises:
             Exception: the error of the first rank that failed, with its traceback as the cause.
@@ -202,8 +201,8 @@ def emulate(
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function whose first argument is a model.
 
-    If this process runs several ranks as threads, the wrapper calls the function once in each
-    rank's thread, with that rank's model, and returns the first rank's result.
+    If the model was loaded with `exact=`, which runs several virtual ranks in one process, one thread each, the wrapper
+    calls the function in each thread, with that rank's model, and returns the first result; else it calls it once.
     """
 
     @functools.wraps(function)
@@ -314,10 +313,10 @@ def _allow_files(pairs: int) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which torch computes with one CPU thread, and its CPU generator, which the ranks share, is wrapped.
+    """Context in which torch computes with one CPU thread, and a GeneratorOfThreads replaces its CPU generator.
 
-    The wrapper, GeneratorOfThreads, keeps for each rank a number that stands for the state which the generator would
-    have if the rank were a process.
+    Ranks that are threads share that generator, so the replacement keeps for each rank a number that identifies the
+    state which the generator would have if the rank were a process.
     """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random

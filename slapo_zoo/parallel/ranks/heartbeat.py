@@ -90,7 +90,7 @@ class Heart:
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:
-        """Return how many times ranks have reached the point named `place`, all together: the counter of `come`."""
+        """Return how often all ranks together have reached the point named `place`, as counted by `come`."""
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:

@@ -105,7 +105,7 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
 def meet(what: str, ranks: Sequence[int]) -> list[int]:
     """Wait until all of `ranks` have called this function; return the ranks that will not call it, usually none.
 
-    A rank that has begun more collectives than this rank, but has not called this function, is past this point.
+    A rank that has begun more collectives than this rank, but has not called this function, will not call it.
 
     Args:
         what: name of the step for messages.

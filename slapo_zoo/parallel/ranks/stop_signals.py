@@ -23,7 +23,7 @@ class Stop:
     number = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Handle the signal `number`: record it; the second Ctrl-C raises KeyboardInterrupt."""
+        """Record the signal `number`, as a handler for `signal.signal`; the second Ctrl-C raises KeyboardInterrupt."""
         if self.number == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.number = number

@@ -79,8 +79,8 @@ def local_store() -> Any:
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
     """Return a token that is the same on all ranks of this start of the job, and that no earlier start has used.
 
-    Rank 0 draws the token. Each other rank answers with a token of its own and continues when rank 0 has
-    listed that answer; the store's leftovers of an earlier start list other answers.
+    Rank 0 writes a random token to `store`. Each other rank answers by a random text, and returns the token once rank 0
+    has listed this text: with a token of an earlier start, still in the store, other texts are listed.
     """
     mine = uuid.uuid4().hex
     if rank == 0:

@@ -1,6 +1,6 @@
 """Dropout seeds and masks that are hashed on the device; in each step only one number is sent to the device.
 
-The results equal those of `RandomStream.cells` on the host bit for bit. Compiled code calls these
+The seeds are the same integers that `RandomStream.cells` computes in Python. Compiled code calls these
 functions as custom operators, because compilers do not support integers that wrap around.
 """
 
@@ -56,7 +56,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds [n], one per block of a dropout mask, that draw what `seeds` [n] draw after their first `elements`."""
+    """Return seeds [n], one per block of a dropout mask, that skip the first `elements` elements of each block."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
@@ -76,10 +76,9 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Return the seeds of a slice of a dropout mask; a custom op.
+    """Return seeds [n * parts] of a slice of the dropout mask that `seeds` [n], one per block, give; a custom op.
 
-    The block of elements of each of the seeds [n] is cut into `parts` blocks of `size`, which gives
-    seeds [n * parts]; then the first `first` elements of each block are skipped.
+    Each block is cut into `parts` blocks of `size` elements; in each of these, the first `first` elements are skipped.
     """
     return later(split_cells(seeds, parts, size), first)
 
@@ -189,7 +188,7 @@ class DeviceSeeds:
         """Return the dropout seeds of a module in a micro-batch: [count * len(heads)], or [count] for empty `heads`.
 
         `seed` is the run's, `position` (step, first row, number of rows) of the micro-batch, `site` the hash of the
-        module's path, `count` the tensor's number of rows, a multiple of the micro-batch's; `heads` are global indices.
+        module's path. `count`, rows of the module's input, is a multiple of the micro-batch's; `heads` are global.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: do not cache fake tensors

@@ -3,8 +3,8 @@
 A dropout mask is drawn in blocks ("cells"), each from a seed hashed of (seed of the run, step, site, global
 batch row[, global head]); a *site* is the path of the module that draws. So any rank can draw just its own
 part of the mask that one device would have drawn, for every tp, pp, dp and number of micro-batches, and a
-recomputation draws it again. Compiled code draws by custom operators that take the stream's position as an
-argument: a graph draws new masks at every step without a recompilation, and its backward those of its forward.
+recomputation draws it again. Compiled code draws by custom operators that take the step and batch rows as a tensor:
+a graph draws new masks at every step without a recompilation, and its backward those of its forward.
 """
 
 import threading
@@ -65,7 +65,7 @@ class RandomStream(StreamPosition):
             p: probability that an element becomes 0.
             site: path of the module that drops; the masks of different paths are independent.
             heads: global indices of the heads on axis 1; each head has a seed of its own.
-            first: number of elements before x in each row, or in each head of a row, of the unsharded tensor.
+            first: number of elements of the unsharded tensor that precede x in each row, or in each head of a row.
         """
         if not self.draws_in_blocks(x.device):
             seeds = self.seeds(x, site, heads)
@@ -88,7 +88,7 @@ class RandomStream(StreamPosition):
 
     @staticmethod
     def draws_in_blocks(device: torch.device) -> bool:
-        """Return whether dropout masks on `device` are drawn by generators (on a CPU), and not hashed from seeds."""
+        """Return True on a CPU, where a generator draws each block of a mask; GPUs hash each element from a seed."""
         return device.type == "cpu"
 
     def drawn(
@@ -101,8 +101,8 @@ class RandomStream(StreamPosition):
             p: probability that an element becomes 0.
             site: path of the module that drops.
             of: how x is sharded: "mask" (unsharded, or over heads), "columns" or "tokens".
-            part: for "mask" (global indices of the heads on axis 1,) or (); for "columns" (range of
-                the columns, unsharded length); for "tokens" (number of ranks n, this rank r).
+            part: for "mask" (global indices of the heads on axis 1,) or (); for "columns" ((first, one past the last),
+                unsharded number of columns); for "tokens" (number n of token slices, index of this rank's slice).
         """
         if self.cut is not None and of == "mask":
             of, part = ("queries", part) if part else ("tokens", (self.cut.n, self.cut.r))
@@ -215,8 +215,8 @@ class RandomStream(StreamPosition):
     def queries_again(
         self, x: Tensor, p: float, site: Where, heads: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """Return a function that draws the dropout mask of attention weights x [B, H, s, T] as 0 and 1: in each call, also
-        in a later backward, the mask of the step in which this method was called. The arguments are as in `keep_queries`.
+        """Return a function that draws this step's dropout mask, 0 and 1, of attention weights x [B, H, s, T], even if
+        called in a later backward. `site` is the attention's path, `heads` are global indices of the H heads.
         """
         first = self.cut.r * x.shape[2] * x.shape[3] if self.cut else 0
         if not self.draws_in_blocks(x.device):
@@ -280,10 +280,10 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return the path of a module as custom operators take it: (None, text of the path) or, for a SiteName, which holds
-    the hash of the path's beginning, (that hash as a tensor, text of the rest).
+    """Return the arguments (key, site) by which custom operators get the path of a module: (None, the path) or, for a
+    SiteName, (hash of the path's beginning as a tensor, rest of the path).
 
-    Blocks whose paths differ only in such a tensor share one compiled graph.
+    Blocks whose paths differ only in their beginning share one compiled graph.
     """
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
@@ -300,9 +300,9 @@ def drawn_mask(
     """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
     `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis 0 is the batch,
-    False if all micro-batches draw alike; `real` [B, S] marks tokens that are no padding, or is None; `key` and `site`
-    are the path of the module, as `in_graph` returns it; `heads` are the global indices of the heads on axis 1, or
-    empty; `first` elements of each row or head of the unsharded tensor come before the first element of this one.
+    False if all micro-batches draw alike; `real` [B, S] marks tokens that are no padding, or is None. `site` is the
+    module's path; or `key` is the hash of the path's beginning, and `site` the rest. `heads` are the global indices of
+    axis 1, or empty; `first` elements of each row or head of the unsharded tensor come before this tensor's.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     stream = _stream(at, seed, rows, real)
@@ -321,8 +321,8 @@ def drawn_uniform(
 ) -> Tensor:  # fmt: skip
     """Return numbers in [0, 1) in `shape` on `device`, drawn from one seed per row; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis 0 is the batch,
-    False if all micro-batches draw alike; `key` and `site` are the path of the module, as `in_graph` returns it.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch. `rows` is False if all micro-batches draw
+    alike. `site` is the module's path; or `key` is the hash of the path's beginning, and `site` the rest.
     """
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
@@ -341,8 +341,8 @@ def drawn_seeds(
     """Return the dropout seeds of a module for `count` rows, [count] or one per head [count * len(heads)]; a custom op.
 
     `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `count` is a multiple of that number if the
-    module sees each row several times. `rows` is False if all micro-batches draw alike; `key` and `site` are the path of
-    the module, as `in_graph` returns it; `heads` are global indices, or empty.
+    module sees each row several times. `rows` is False if all micro-batches draw alike. `site` is the module's path;
+    or `key` is the hash of the path's beginning, and `site` the rest. `heads` are global indices, or empty.
     """
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
@@ -371,7 +371,7 @@ _DRAWING = threading.RLock()
 def drawn_from(seed: int | Tensor) -> Iterator[None]:
     """Context in which torch's global CPU generator starts from a seed or state; its state is restored afterwards.
 
-    Only one thread at a time can be in it: emulated ranks are threads, and the generator is global.
+    Only one thread at a time can be in this context, since ranks may be threads, which share the generator.
     """
     with _DRAWING, seeded(0 if isinstance(seed, Tensor) else seed):
         if isinstance(seed, Tensor):

@@ -98,10 +98,10 @@ class RngTracker:
 
 
 class GeneratorOfThreads(threading.local):
-    """Wrapper of torch's CPU generator for emulated ranks, which are threads and share it.
+    """Wrapper of torch's CPU generator for ranks that are threads of one process and share this generator.
 
-    Each thread has its own `mark`: a number that stands for the state which the generator of that rank would have in a
-    process of its own. The state that the threads share depends on their order, so a rank compares marks instead.
+    Each thread has its own `mark`: a number that identifies the state which the generator of that rank would have in a
+    process of its own. Equal marks tell a recompute from a new call; the shared state cannot: all threads change it.
     """
 
     def __init__(self, own: torch.Generator):
@@ -126,7 +126,7 @@ class GeneratorOfThreads(threading.local):
 
 
 def cpu_generator() -> Any:
-    """Return the CPU generator from which the functions of torch.random draw: a GeneratorOfThreads if ranks are emulated."""
+    """Return the CPU generator from which functions of torch.random draw; a GeneratorOfThreads if ranks are threads."""
     return torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -150,7 +150,7 @@ class StreamPosition:
         same seed set again), it draws the same masks. A call that draws advances the generator.
 
         Args:
-            trains: True for a training forward of the whole model, which counts a step.
+            trains: True for a training forward of the whole model, which advances `step` by 1.
             first_row: index in the global batch of the first row of the micro-batch.
             num_rows: number of rows of the micro-batch, 0 when unknown.
         """

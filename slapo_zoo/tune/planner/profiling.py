@@ -223,7 +223,7 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Return True if the model would run on a CPU, where a generator draws dropout masks; `device` is unused."""
+        """Return `on_cpu`, not RandomStream's test of `device`: True if masks are drawn in blocks, as on a CPU."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
