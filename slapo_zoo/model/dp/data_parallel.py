@@ -34,11 +34,11 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy the tensors, after a checkpoint was read into them, to those of the engine; by default do nothing."""
+        """Copy `tensors`, after a checkpoint was read into them, to the engine's own shards; by default do nothing."""
 
 
 class DataParallel:
-    """Data parallelism of a model: by default hooks average gradients over dp in the backward of the last micro-batch."""
+    """Base class of data parallelism: hooks average gradients over dp in the backward of the last micro-batch."""
 
     loss_scale: float = 1.0  # factor of the loss: dp where an average over dp follows
     clips_itself: bool = False  # True: the engine clips, steps and clears gradients
@@ -75,7 +75,7 @@ class DataParallel:
 
         Args:
             pipeline: the pipeline of this rank's stages.
-            run: function (batch, row indices) --> loss of a micro-batch.
+            run: (micro-batch, global indices of its rows [B]) --> its share of the mean loss of all dp ranks' rows.
             tensors: entries of this dp rank's batch, which this call splits by rows into micro-batches.
             others: entries of the batch that every micro-batch gets as they are.
             count: number of micro-batches.
@@ -85,19 +85,19 @@ class DataParallel:
         return self.run_stages(pipeline, scaled, tensors, others, count) / scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches through the pipeline, average gradients over dp in the last backward; return the loss.
+        """Run forward and backward of all micro-batches; return the sum of their losses on the last stage, 0 on others.
 
-        `step` is (loss function of a micro-batch, entries to split by rows, other entries, number of micro-batches), as
-        in `pipeline_step`; the losses, also the returned one, contain the factor `loss_scale`.
+        `step` are run, tensors, others and count of `pipeline_step`, but `run` multiplies losses by `loss_scale`. If
+        each rank runs a single stage, the last backward averages gradients over dp; else this call does not.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
             return pipeline_step(pipeline, *step, before_last=before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward of the step.
+        """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward of it.
 
-        The collective averages; the factor `loss_scale` (the number of ranks) of each loss makes a sum of the average.
+        The all-reduce averages; since losses were multiplied by the number of ranks (`loss_scale`), that is the sum.
         """
         self.reducer.average()
 
@@ -198,7 +198,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Set in a model's state `runtime` that hooks, not an engine, reduce gradients; `Calls.prepare` adds the hooks."""
+    """Let hooks, not an engine, reduce gradients of the model with state `runtime`; `Calls.prepare` registers them."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer

@@ -24,9 +24,10 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """Data parallelism by ZeRO: groups of `dp_shard` ranks shard parameters and gradients by rows.
+    """Data parallelism by ZeRO: each group of `dp_shard` dp ranks shards parameters and gradients by rows (axis 0).
 
-    The backward reduce-scatters gradients within a group; at the end of a step the groups all-reduce their rows.
+    The backward reduce-scatters gradients within a group; at the end of a step ranks with the same rows, one of each
+    group, all-reduce them.
     """
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
@@ -35,9 +36,8 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (module, attribute, gathered parameter) of the parameters that are gathered before the forward.
-
-        In ZeRO stage 3 these are the ones outside the transformer blocks (embeddings, head), else all.
+        """Yield (module, attribute, gathered parameter) of the parameters that are gathered before the forward: in ZeRO
+        stage 3 those outside the transformer blocks (embeddings, head), else all. `MixedPrecision` calls this method.
 
         `dtype` is the compute dtype, None for that of the parameters; `in_own_loop` is True if the user's loop runs
         the backward, not `train_step`. Raises MeshError if parameters were replaced since the load.
@@ -62,7 +62,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context in which one step computes the gradients of `parameters`; those left by a failed step are dropped."""
+        """Drop unsharded gradients that a failed step left; return a step's context `DataParallel.new_gradients`."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -76,10 +76,8 @@ class Sharded(DataParallel):
             self._sum_waiting()
 
     def pipeline_step(self, *args: Any) -> Tensor:
-        """Run all micro-batches through the pipeline; return this dp rank's share of the loss.
-
-        In ZeRO stage 1 gradients are then reduce-scattered over dp. `args` are the pipeline, a function (batch, row
-        indices) --> loss, the batch's entries to split by rows, its other entries, and the number of micro-batches.
+        """Run all micro-batches as `DataParallel.pipeline_step` does, with its arguments and result: this rank's share
+        of the loss. In ZeRO stage 1 then reduce-scatter the gradients over dp.
         """
         loss = super().pipeline_step(*args)
         self._sum_waiting()
@@ -211,7 +209,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
 
 
 def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
-    """Return {id of a parameter: path of its block, or "" outside of blocks}, without parameters of several blocks."""
+    """Return {id of a parameter: path of its block, or "" outside of blocks}, without parameters that blocks share."""
     found: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         block = next((b for b in blocks if name.startswith(f"{b}.")), "")
@@ -229,12 +227,8 @@ def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, 
 def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
     """Raise MeshError if `dp_shard=` does not divide dp or is given with an engine, or `zero_stage=` lacks `dp_shard=`.
 
-    Args:
-        mesh: mesh of the model.
-        size: the value of `dp_shard=`.
-        target: the value of `target=`, the engine.
-        options: the value of `target_options=`.
-        stage: the value of `zero_stage=`.
+    `size`, `target` (an engine), `options` and `stage` are the user's `dp_shard=`, `target=`, `target_options=` and
+    `zero_stage=`.
     """
     if size == 1:
         if stage != 3:  # the default

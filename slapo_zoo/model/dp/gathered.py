@@ -92,10 +92,10 @@ class Shards(RowsOfRank):
         self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor,
         average: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """Sum gradients over the ranks of one replica by a reduce-scatter; return this rank's rows of each sum.
+        """Sum gradients over the ranks that hold one replica, by a reduce-scatter; return this rank's rows of each sum.
 
-        `grads` are this rank's gradients of `shapes`, None if missing; a result is None where no rank has a gradient.
-        `like` has dtype and device of the results. With `average` results are averages over all dp ranks.
+        `grads` are this rank's unsharded gradients, of `shapes`, None if missing; a result is None where no rank has a
+        gradient. Results have dtype and device of `like`. With `average` they are averages over all dp ranks.
         """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))
@@ -137,7 +137,7 @@ class Group:
     Args:
         shards: how the parameters are sharded: process groups, and the collectives that gather rows and sum gradients.
         parameters: (parameter with this rank's rows, shape before ZeRO) pairs of one dtype, all trained or all frozen.
-        is_wide: True if modules read the parameters in their own dtype, whatever dtype the model computes in.
+        is_wide: True if modules read the parameters in the parameters' dtype (fp32), not in the model's compute dtype.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Group:
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype to gather in: the parameters' own if `is_wide` or `computes` is None, else `computes`."""
+        """Return the dtype to gather in: the compute dtype `computes`; if it is None or `is_wide`, the parameters'."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ class Group:
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the group's gathered parameters in `dtype`, whose backward reduce-scatters their gradients over dp.
+        """Return the gathered parameters in `dtype`, with autograd: the backward reduce-scatters gradients over dp.
 
         The group itself keeps no reference to the gathered tensors, so they live as long as the caller uses them.
         """

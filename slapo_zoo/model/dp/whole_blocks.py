@@ -97,7 +97,7 @@ class Block:
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: put gathered parameters into the block's modules; autograd saves handles of them."""
+        """Forward pre-hook: put gathered parameters into the block's modules; autograd saves a `Saved` of each."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -141,7 +141,9 @@ class Block:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which the block's modules read gathered parameters; the backward reduce-scatters gradients."""
+        """Context of a direct call of the block's `forward`, without hooks: its modules read gathered parameters, whose
+        backward reduce-scatters gradients. If they are gathered already, do nothing.
+        """
         module, name, _ = self.places[0]
         if name in module.__dict__:
             yield

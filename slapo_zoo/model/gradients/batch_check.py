@@ -73,7 +73,7 @@ def check_peers(
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     """Raise MeshError on all ranks if `parameters`, trained ones that the model's inputs are computed from (a soft
-    prompt), have other values on another rank.
+    prompt), differ between any two ranks in a hash of a sample of their values.
     """
     if mesh.world_size == 1:
         return

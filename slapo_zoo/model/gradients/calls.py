@@ -150,7 +150,7 @@ class Calls:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        """End a backward: complete the sums of gradients over ranks, and keep samples of gradients for later checks."""
+        """End a backward: complete the sums of gradients over ranks; sample gradients for the check before a step."""
         self.task = -1
         try:
             averaged = self.reducer.close()

@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register on `p`, once, a hook that sums its gradient over the ranks planned for `name`; return `p`."""
+        """Register on `p`, once, a hook that sums its gradient over ranks that the plan lists for `name`; return p."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -94,7 +94,7 @@ class GradientReducer:
         return p
 
     def open(self) -> None:
-        """Begin a backward, perhaps nested in another: group parameters into buckets, each for one all-reduce over dp."""
+        """Begin a backward, also one within another: group parameters into buckets, each for one all-reduce over dp."""
         self._count_stored()
         for bucket in self.buckets:
             bucket.wait()
@@ -162,9 +162,9 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _count_stored(self) -> None:
-        """Note that the parameter whose hook ran last has its gradient in `.grad`; all-reduce each bucket now complete.
-
-        A gradient that `torch.autograd.grad` returns, which leaves `.grad` as it was, does not count.
+        """Record that autograd has added the gradient of the parameter whose hook ran last to its `.grad`, and start
+        the all-reduce of each bucket whose parameters all have their gradients now. If `torch.autograd.grad` returned
+        the gradient, and `.grad` is as before, do nothing.
         """
         if self.latest is None:
             return
@@ -249,7 +249,7 @@ class GradientReducer:
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients of `named` (name --> parameter) over tp, of tied ones over pp, after a step without `at_once`."""
+        """Sum gradients of `named` (name --> parameter) over tp, of tied ones over pp, unless hooks have done so."""
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():

@@ -122,7 +122,8 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
     """Raise MeshError on all ranks if one of `parameters` that is not yet in `known` has other values on another rank.
 
-    `known` is {parameter: number, in order of first use}; the new parameters are added.
+    `known` is {parameter: number, in order of first use}; the new parameters are added. SlapoError for a new one with
+    `exact=`, which lets one process run several virtual ranks, one thread each: all would add to the same `.grad`.
     """
     if new := [p for p in parameters if p not in known]:
         if runs_a_rank():

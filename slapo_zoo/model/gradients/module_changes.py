@@ -30,7 +30,7 @@ def own_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return {path: module} of a model, without wrappers (`torch.compile`, checkpoint); the wrapped modules stay."""
+    """Return {path: module} of a model; at a wrapper's path (`torch.compile`, checkpoint) is the module it wraps."""
     found = model.named_modules(remove_duplicate=False)
     return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
 
@@ -38,9 +38,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 def require_known_weights(model: Any, step: str) -> None:
     """Raise SlapoError if a sharded or tied parameter was replaced by another one since the load.
 
-    Args:
-        model: a scheduled model.
-        step: name of the running call ("forward"), for the error.
+    `step` is the name of the running call ("forward"), for the error.
     """
     runtime, mesh = model._slapo, model.mesh
     by_name = {spec.name: spec for spec in runtime.specs}
@@ -122,9 +120,6 @@ def require_known_order(model: Any) -> None:
     """Raise SlapoError if blocks were removed, swapped or shared since the load of a model with sequence parallelism.
 
     In such a model the first block of a stack shards the tokens over tp, and the last block gathers them.
-
-    Args:
-        model: a scheduled model.
     """
     state, ends = model.schedule.state, ("divide_tokens", "join_tokens")
     found = [path for path, step in model.schedule.history
@@ -178,7 +173,7 @@ class Structure(Unwrapped):
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return the submodule at a path; for the missing path "embeddings.word_embeddings" (peft's) the input embedding."""
+        """Return a submodule by path; the input embedding if peft asks for a missing "embeddings.word_embeddings"."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:

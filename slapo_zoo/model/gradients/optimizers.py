@@ -55,10 +55,7 @@ def whole_matrices(optimizer: Any) -> Any:
     and of each state tensor of that size.
 
     Args:
-        optimizer: torch optimizer over parameters of a scheduled model.
-
-    Returns:
-        the same optimizer.
+        optimizer: torch optimizer over parameters of a scheduled model; it is returned.
     """
     _ASKED.add(optimizer)
     return optimizer
@@ -81,7 +78,9 @@ def is_elementwise(optimizer: Any) -> bool:
 
 @called_once
 def watch_steps() -> None:
-    """Install once per process the hooks that gather parameters before an optimizer step and shard them after it."""
+    """Register torch's hooks around all optimizer steps, once per process: an optimizer that needs unsharded matrices
+    (Adafactor, Muon, one given to `whole_matrices`) gets them gathered before its step; after it they are shards again.
+    """
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -123,9 +122,8 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
-    """Raise SlapoError if one of `parameters` is of a model loaded with `exact=`, whose process runs several ranks.
-
-    `parameters` are those of an optimizer that may not work element by element, `name` is its class, for the error.
+    """Raise SlapoError if one of `parameters`, those of an optimizer that may not work element by element, is of a
+    model loaded with `exact=`, which lets one process run several virtual ranks. `name` is the optimizer's class.
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
         problem = "the optimizer may not work element by element, and this process runs several ranks"  # fmt: skip
@@ -133,7 +131,8 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace this rank's shards of the parameter `p`, its gradient and its optimizer state by unsharded tensors.
+    """Replace this rank's shards of the parameter `p`, its gradient and its optimizer state by tensors gathered from
+    all ranks; of `p` itself nothing is gathered for Muon, which does not read its values.
 
     `row` is the TensorPlan of `p`: how `p` is sharded, and over which dim of `mesh`.
     """

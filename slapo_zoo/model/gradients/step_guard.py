@@ -55,8 +55,8 @@ class StepGuard:
         interval: steps from one check to the next, after the first 16 steps, all checked; 0 switches checks off.
         divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: True if checks are made; False where an engine clips and steps by itself.
-        on_ranks: function that checks and steps the optimizer of each rank, if one process runs several ranks as
-            threads; None otherwise.
+        on_ranks: with `exact=`, which lets one process run several virtual ranks, one thread each: function (optimizer,
+            args, kwargs of `step`) that checks gradients and steps each rank's parameters in its thread; else None.
     """
 
     def __init__(self, mesh: Mesh):
@@ -78,9 +78,9 @@ class StepGuard:
     ) -> None:
         """Copy a sample of the gradients at the end of a backward, when sums over ranks are complete.
 
-        `named` maps names to trained parameters; this rank's `plan` says which are replicated. If the backward
-        `averaged` gradients over dp, replicas' weights are compared too. `trained` is how many ranks along pp and dp
-        have trained parameters (a scalar); None: all.
+        `named` maps names to trained parameters; this rank's `plan` says which are replicated over tp. MeshError if
+        norms of these, or after a backward that `averaged` gradients over dp norms of any, differ between replicas.
+        `trained` is how many ranks along pp and dp have trained parameters (a scalar); None: all.
         """
         if not self.needed:
             return
@@ -134,9 +134,9 @@ class StepGuard:
         return dict(zip(whole, found, strict=True))
 
     def before_step(self) -> None:
-        """Raise MeshError on all ranks if the user's code scaled gradients by different factors on different ranks.
-
-        The gradients are compared with copies of some of their elements, made at the end of the last backward.
+        """Raise MeshError on all ranks if they scaled gradients by different factors since the last backward (found
+        from copies of some elements), if tp ranks differ in gradients of a replicated parameter, or if a rank takes no
+        step.
         """
         if not self.fresh:
             return
@@ -296,7 +296,9 @@ def _unlike_outside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
 
 @called_once
 def watch_steps() -> None:
-    """Install, once per process, the hook that checks gradients of scheduled models before every optimizer step."""
+    """Register torch's hook before all optimizer steps, once per process: for parameters of a scheduled model on
+    several ranks it lets the model's StepGuard raise MeshError if ranks scaled their gradients by different factors.
+    """
     register_optimizer_step_pre_hook(_before_step)
 
 

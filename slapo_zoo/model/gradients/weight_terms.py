@@ -67,9 +67,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return 1 / (number of tp ranks that sum gradients of `p`) * (number of shards of `p` in ZeRO). By this factor the
-    gradient of a loss term in the weight `p` alone is multiplied: each rank computes it in full, and the sum over ranks
-    shall count it once. `row` is the TensorPlan of `p`, which lists these ranks, or None.
+    """Return the factor for the gradient of a loss term in the weight `p` alone, which each rank computes in full, so
+    that the later sum over ranks counts it once: 1 / (number of tp ranks that sum gradients of `p`) * (ZeRO shards of
+    `p`). `row` is the TensorPlan of `p`, which lists these ranks, or None.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -126,9 +126,8 @@ class Uses:
         self.found: dict[int, list[Tensor]] = {}
 
     def note(self, output: Any, wanted: set[int]) -> None:
-        """Register hooks on the graph of `output` that record, in its backward, the gradients of parameters.
-
-        The parameters are those whose id() is in `wanted`; each use of a parameter adds a part of its gradient.
+        """Register hooks on the graph of `output` that record, in its backward, the gradients of the parameters whose
+        id() is in `wanted`: for each parameter a list with one gradient per use in the model.
         """
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:

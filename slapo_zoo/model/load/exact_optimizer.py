@@ -1,6 +1,6 @@
-"""Split an optimizer of all virtual ranks that one process runs (`exact=`) into one optimizer for each of these ranks.
+"""Split an optimizer over the parameters of n virtual ranks, which one process runs with `exact=`, into n optimizers.
 
-rewrite:  optimizer over hosted ranks 0..n  -->  n optimizers, each with the parameters and the state of one rank
+rewrite:  optimizer over virtual ranks 0..n-1  -->  n optimizers, each with the parameters and the state of one rank
 """
 
 import copy

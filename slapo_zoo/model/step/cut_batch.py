@@ -98,8 +98,8 @@ def whole_batch(cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-    """Raise SlapoError for an entry of a batch that no rule says how to shard over cp, or that has a shape other than
-    the rule expects. `batch` are the tensors of the batch, `others` its other entries.
+    """Raise SlapoError for an entry of a batch whose name is not among those that can be sharded over cp (TOKENS), or
+    that is not [rows, tokens] (or a 4-d mask). `batch` are the tensors of the batch, `others` its other entries.
     """
     unknown = sorted(batch.keys() - TOKENS)
     unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)
@@ -124,8 +124,8 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
-    """Raise SlapoError if `options` (arguments of the forward) or the config ask for layers' hidden states or
-    attentions of a model that shards the tokens where its blocks begin.
+    """Raise SlapoError if `options` (arguments of the forward) or the config ask for hidden states or attentions of
+    layers, in a model whose own forward shards the tokens over cp, before its first layer.
 
     A cp rank computes these outputs for its own tokens only. `n` is the number of cp ranks.
     """
@@ -136,11 +136,11 @@ def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
 
 
 def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:
-    """Raise SlapoError if real tokens would see the padding of rows to a multiple of `n`, the number of cp ranks.
+    """Raise SlapoError if the padding that makes rows a multiple of `n` (cp ranks) tokens long cannot be hidden.
 
-    In a model that predicts the next token (`shifts`) the padding is one more document at the end of a row, which
-    tokens see only if the config has is_decoder=False. In another model a mask has to hide the padding. With a mask
-    transformers ignores position ids, so `positions` [B or 1, S] must not restart for a second document in a row.
+    With `shifts` (a model that predicts the next token) the padding is one more document at the end of a row, which
+    real tokens see only if the config has is_decoder=False: an error. Without `shifts` a mask hides the padding, but
+    with a mask transformers ignores `positions` [B or 1, S]: an error if they restart for a row's second document.
     """
     why = "with is_decoder=False tokens may see padding after them"
     if not shifts:
@@ -213,7 +213,7 @@ def _counted(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _counted_by_mask(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return position ids [B, S] as OPT counts them: real tokens from 0 on, and -1 for padding."""
+    """Return position ids [B, S] as OPT counts them, by `attention_mask`: real tokens from 0 on, and -1 for padding."""
     mask = batch.get(MASK)
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     if mask.ndim == 4:

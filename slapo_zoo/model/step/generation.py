@@ -17,7 +17,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Encoder inputs that `generate` passes to each forward as `encoder_outputs` if pp > 1, repeated for beams."""
+    """Encoder's inputs, which replace `encoder_outputs` in `generate` if pp > 1: each forward runs the encoder."""
 
 
 class LateEncoder(nn.Module):
@@ -52,7 +52,7 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for a KV cache of all heads (peft's prefix tuning), where each tp rank computes some heads only."""
+    """Raise SlapoError if `batch` has a KV cache of all heads (peft's prefix tuning); a tp rank computes some heads."""
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
@@ -104,7 +104,7 @@ class Generates:
         return super().get_encoder(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _get_static_cache_init_shape(self) -> Any:
-        """Return None if tp > 1, so that the cache takes its shape from the first keys: those of this rank's heads."""
+        """Return None to transformers if tp > 1: the static cache then takes its shape from the first keys it gets."""
         model: Any = self
         if model.mesh.tp > 1:
             return None

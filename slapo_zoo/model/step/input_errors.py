@@ -51,7 +51,9 @@ def require_device(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _explain_media(model: Any, media: str, error: Exception) -> None:
-    """Raise InputError if `error` has a known cause in the images, videos or sounds, the batch's entry `media`."""
+    """Raise InputError if `error` came from images, videos or sounds, the batch's entry `media`: they misfit the rows'
+    placeholder tokens, or their features are added to hidden states of all tokens, of which a tp rank has some.
+    """
     if "tokens do not match" in str(error):
         problem = "the images (videos, sounds) do not fit the rows' placeholder tokens; a split batch needs equally many in each row"
         hint = "pass micro_batches=1, or give all rows equally many images; if they do, correct the placeholder tokens"

@@ -50,7 +50,7 @@ class MixedPrecision:
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Context in which modules read parameters cast to the compute dtype; the outermost context casts them."""
+        """Context in which modules read parameters cast to the compute dtype; if contexts nest, the outermost casts."""
         if self.dtype is None and self.reads is None:
             yield
             return
@@ -110,7 +110,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[Tensor], mesh: Mesh) -> None:
-        """Divide gradients of `parameters` by the loss scale; if any rank overflows, clear them and halve the scale."""
+        """Divide gradients of `parameters` by the loss scale; if any rank has inf or nan, drop all, halve the scale."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]
@@ -140,8 +140,8 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield (module, name, cast to `dtype`) of each floating parameter that has another dtype and need not keep that
-    dtype (`stays_wide`). Tied parameters share one cast.
+    """Yield (module, name, cast to `dtype`) of each floating parameter of another dtype, except those that stay in fp32
+    (of batch norms, and those that the model's class names). Tied parameters share one cast.
     """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():

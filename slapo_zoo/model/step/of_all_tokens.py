@@ -26,7 +26,7 @@ from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, split_batch
 
 
 def cut_of_call(model: Any) -> TokenCut | None:
-    """Return which tokens each cp rank computes in a call of the user's own loop; None if every rank computes all.
+    """Return which tokens each cp rank computes in a call `model(...)`, without `train_step`; None: every rank all.
 
     Tokens are sharded if a backward will follow; in evaluation and in a pipeline every rank computes all tokens.
     """
@@ -40,8 +40,8 @@ def cut_of(model: Any) -> TokenCut | None:
 
 
 def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens (by `cut`) only;
-    unchanged if the model itself shards the tokens where its blocks begin.
+    """Return the arguments `batch` of a call `model(...)` with only those tokens that this cp rank computes, as `cut`
+    says; with all tokens if the model's own forward shards them, before its first layer.
     """
     if model._slapo.schedule.state.body is not None:
         return dict(batch)
@@ -72,9 +72,9 @@ def cut_step(
 def run_cut(
     model: Any, cut: TokenCut, run: Callable[[Any], Any], part: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:  # fmt: skip
-    """Run the forward `run(part)` of this rank's tokens; return the output for all tokens of the batch `given`.
+    """Run a forward on this cp rank's tokens by `run(part)`, which returns an output; return the output of all tokens.
 
-    `cut` says which tokens each cp rank computes.
+    `part` is what `cut_call` returns: the batch `given`, sharded as `cut` says (which tokens each cp rank computes).
     """
     if (body := model._slapo.schedule.state.body) is not None:
         with body.sharded(cut):

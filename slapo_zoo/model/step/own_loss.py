@@ -89,8 +89,8 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
     """Return the number by which loss_fn's value on a micro-batch is divided to get its share of the step's loss.
 
     Args:
-        targets: what the user passed as `targets=`: a list of one number, that of the targets on this rank over
-            which loss_fn sums; None if loss_fn returns a mean.
+        targets: what the user passed as `targets=`: [number of labels on this rank over which loss_fn sums]; None if
+            loss_fn returns a mean.
         totals: the same list, summed over all dp ranks.
         parts: number of micro-batches of all dp ranks.
     """

@@ -63,9 +63,10 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Let users call modules that contain blocks (an encoder, a base model) outside the model's forward.
+    """Let users call modules that contain blocks (an encoder, a base model) outside the forward of `model`.
 
-    `blocks` are the paths of the repeated blocks. With `blocks_too` users may call a block by itself, too.
+    `blocks` are the paths of the repeated layers; with `blocks_too` users may call a single layer, too. Without
+    `blocks` no class changes: modules of a copied model, which may be called already, only get `model` as their model.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
@@ -79,8 +80,8 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} of the methods `get_..._features` of `cls`, e.g. `get_image_features`; users may call the
-    wrappers while no call of the model is running.
+    """Return {name: wrapper} for the methods `get_..._features` of the class `cls`, e.g. `get_image_features`. A
+    wrapper runs its method as `called` runs a submodule: with weights cast, gradient hooks, seeded dropout masks.
     """
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:

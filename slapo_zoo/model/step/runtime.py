@@ -33,20 +33,20 @@ class Runtime:
     """State that a scheduled model needs to run: how it was sharded, its pipeline stages, data parallelism, options.
 
     Args:
-        schedule: record of the directives that have sharded and changed the modules.
-        own_forward: forward of the model's own class.
-        table: table of the model's family in `schedules/`: how its modules are sharded.
+        schedule: schedule of the model: its mesh, and the directives that have sharded and changed the modules.
+        own_forward: forward of the model's own class in `transformers`.
+        table: sharding rules of the model's family, from `schedules/`.
         pipeline: this rank's pipeline stages; None if pp is 1.
         keys: maps names of parameters to their names in the family's checkpoint files.
-        ledger: record of the load: bytes, files, seconds.
+        ledger: record of the load: bytes and files that this rank read, seconds.
         adapters: adapter name --> shapes and placements of its matrices on this stage.
         peft_config: configs of the adapters, as peft keeps them.
         groups: ranks --> process group of these ranks, where a gradient is summed over a part of a mesh dim.
         source: folder of the checkpoint, or None.
         micro_batches: number of micro-batches where `train_step` is not given one.
-        data_parallel: object that runs the model and reduces gradients over dp; an engine replaces it.
-        calls: state of the running calls and backwards, with the gradient hooks.
-        within_engine: True while a call comes from the engine around the model.
+        data_parallel: object that runs the model and reduces gradients over dp; ZeRO or an engine (DDP) replaces it.
+        calls: gradient hooks of the model, and the state of a forward that its backward restores.
+        within_engine: True while an engine (a DDP module) calls the model, which then runs `own_forward` alone.
         generates: True while `generate` is running.
         evaluated: number of forwards without a backward so far (evaluation, `generate`, a pipeline's forward).
         recomputed: paths of the layers that `gradient_checkpointing_enable` recomputes.
@@ -83,14 +83,13 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of the ranks over which a gradient is summed, as `one` says; None for this rank alone."""
+        """Return the process group over which the plan's entry `one` sums gradients; None if it has this rank alone."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """Return the name of the model's class, from which losses know whether they shift labels by one token.
-
-        If the family's table says it instead, return SHIFTED (labels are shifted) or "" (labels are not shifted).
+        """Return the name of the model's class, from which losses know whether labels are shifted by one token; or, if
+        the family's table of sharding rules says so, SHIFTED (labels are shifted) or "" (labels are not shifted).
         """
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
@@ -156,10 +155,10 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], own: bool = False, **parts: int) -> None:
-    """Raise MeshError if a batch would be split over ranks or micro-batches, but the loss is not a mean over rows.
+    """Raise MeshError if a batch would be split, but the loss needs all of it: the loss is no mean over rows.
 
-    `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward. `own` is
-    True if the user's own loss replaces that of the model.
+    `parts` are numbers of parts, e.g. micro_batches=4, dp=2; `options` are arguments of the forward, some of which
+    (e.g. output_router_logits) make the loss no mean. With `own` the user's loss_fn replaces the model's loss.
     """
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table

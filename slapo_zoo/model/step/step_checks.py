@@ -54,8 +54,8 @@ def no_loss(problem: str) -> SlapoError:
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of micro-batches: `asked`; if None, the default in `runtime`; if that is None, one that the
-    pipeline order allows. MeshError if `rows` is no multiple of the number.
+    """Return the number of micro-batches: `asked` by the user; if None, `runtime.micro_batches`; if that is None too, 1
+    without a pipeline, else a number that fits its order. MeshError if `rows` is no multiple of the number.
     """
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
@@ -74,9 +74,9 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest legal one that
-    is at least 2 * pp, or the largest legal one. Divisors of `rows` that the pipeline order allows are legal; if no
-    number is legal, return `rows`.
+    """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest legal number
+    from 2 * pp on, or else the largest. Legal are divisors of `rows` with which the pipeline's order (1F1B,
+    interleaved, ...) can run; if no number is legal, return `rows`.
     """
     if pipeline is None:
         return 1
@@ -118,9 +118,8 @@ def require_trained(trains: bool, adapters: Any = None) -> None:
 def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
     """Raise SlapoError if pp > 1 or `count` > 1, and a parameter has a post-accumulate-grad hook of the user.
 
-    Such a hook, which may take the gradient, would run after each micro-batch, on an incomplete gradient.
-
-    `parameters` maps names to parameters, `count` is the number of micro-batches.
+    Such a hook, which may take the gradient, would run after each micro-batch, on an incomplete gradient. `parameters`
+    maps names to parameters, `count` is the number of micro-batches.
     """
     if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
         found = f"pp={mesh.pp}, {count} micro-batches"
@@ -130,10 +129,10 @@ def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count
 
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """Freeze a tied weight on all stages that hold it if one has frozen it; MeshError if its values differ there.
+    """Freeze a tied weight on all stages that hold it if one has frozen it (`requires_grad` False); MeshError if the
+    norms of a sample of its values differ between these stages by more than rounding.
 
-    The ranks of these stages all-reduce three numbers per weight, on `device`. No weight is unfrozen, since the
-    optimizer exists already.
+    The ranks of these stages all-reduce three numbers per weight, on `device`.
     """
     named = dict(runtime.schedule.model.named_parameters())
     for one, names in runtime.plan.sums_of(named, TIED).items():

@@ -39,7 +39,7 @@ class StepCounts:
         padded: True if a mask hides a token; None without a mask.
         targets: number of labels other than -100 in each row of this rank; None where labels are not tokens.
         real: number of tokens other than padding in each row of this rank; None if padding cannot be skipped.
-        packed: True if a row holds more than one sequence, by its position ids.
+        packed: True if a row holds more than one sequence, by its position ids; None if unknown.
         missed: True if a parameter got no gradient on some dp rank in the last step.
     """
 
@@ -56,11 +56,11 @@ class StepCounts:
         return torch.arange(self.first, self.first + count, device="cpu")
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the counts of targets and of real tokens, and whether rows are packed, in one micro-batch: `rows` rows
-        of this rank from index `start` on.
+        """Return the facts of one micro-batch, `rows` rows of this rank from index `start` on: whether a mask hides
+        tokens, the number of targets, the numbers of real tokens (no padding), whether rows pack several sequences.
 
-        With `own_loss` (a loss of the user's own) both counts are None; with `shown` (the user gets the output) that
-        of real tokens is None.
+        With `own_loss` (the user's loss_fn) the numbers are None; with `shown` (the step returns logits) those of real
+        tokens are None, so that layers compute padding too.
         """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])

@@ -51,13 +51,13 @@ class StepOptions:
     """Arguments of `Scheduled.train_step`, without the batch.
 
     Args:
-        micro_batches: number of equal parts of the rows; None takes the model's default.
-        return_logits: True returns the model's output object with all logits.
+        micro_batches: number of micro-batches with equally many rows; None takes the model's default.
+        return_logits: True returns the model's output object with the loss and all logits, not the loss alone.
         targets: for gradients accumulated over several batches: for each loss term the number of labels that count, in
             all of these batches on this dp rank; None counts those of this batch.
-        loss_fn: the user's own loss: (output, batch) --> scalar.
+        loss_fn: the user's own loss: (model's output, micro-batch) --> scalar; None for the model's.
         scaler: a GradScaler, or None.
-        batch_is_sharded: whether the batch has this cp rank's tokens alone.
+        batch_is_sharded: True if each cp rank passes only its own tokens of the batch, False if all tokens.
     """
 
     micro_batches: int | None = None
@@ -74,13 +74,13 @@ class Step:
 
     Args:
         model: a scheduled model.
-        tensors: entries with a batch axis, which micro-batches split by rows, and the global indices of the rows.
+        tensors: entries with a batch axis, and (under ROWS) the global indices of the rows; micro-batches split them.
         whole: the other entries, which every micro-batch gets.
         count: number of micro-batches.
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
-        asked: counts of targets (labels other than -100) on all dp ranks, and of padding on this rank.
-        means: scales the model's loss of a micro-batch to its share of the step's loss; None: no scaling is needed.
+        asked: numbers of targets (labels other than -100) on all dp ranks, and of real tokens in this rank's rows.
+        means: makes the model divide a micro-batch's sum of losses by the step's number of targets; None: not needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
         scaler: a GradScaler, or None.
@@ -111,7 +111,9 @@ class Step:
         return bool(self.parameters or self.beside.given or self.own)
 
     def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
-        """Run the forward of the micro-batch `part` with the global row indices `rows` [B]; return its share of the loss."""
+        """Run the forward of the micro-batch `part`, whose rows have the global indices `rows` [B]. Return its share of
+        the step's loss (the shares of all micro-batches and ranks sum to the loss), multiplied by fp16's loss scale.
+        """
         model, runtime = self.model, self.runtime
         state, first, inputs = runtime.schedule.state, int(rows[0]), own_loss.of_model(part)
         numbers = self.asked.of_rows(
@@ -144,9 +146,8 @@ class Step:
 
 
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
-    """Run forward and backward of one batch on all ranks; return the loss, or with `return_logits` the output object.
-
-    `options` are the step's other arguments, such as the number of micro-batches.
+    """Run forward and backward of one batch on all ranks; return the loss, or with `options.return_logits` the model's
+    output object with it.
     """
     cut, batch = cut_of(model), _on_device(model, batch)
     if options.batch_is_sharded and cut is not None:
@@ -177,9 +178,8 @@ def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 def check(
     model: Any, batch: Mapping[str, Any], options: StepOptions
 ) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
-    """Return (entries with a batch axis, other entries, number of rows, of micro-batches); SlapoError on bad input.
-
-    `options` are the step's other arguments, such as the number of micro-batches.
+    """Return (entries with a batch axis, other entries, number of rows, of micro-batches) of a step with `batch` and
+    `options`, its other arguments; SlapoError on bad input.
     """
     runtime, mesh = model._slapo, model.mesh
     own_loss.require_gradients()
@@ -248,11 +248,11 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (list of the caller's numbers of targets, one per loss term, or None; list of this rank's numbers, which
-    are to be summed over dp, [] where no sum is needed). A target is a label that counts in the mean loss.
+    """Return (numbers of targets that the caller passed, or None; this rank's numbers, which are to be summed over dp).
 
-    `tensors` are the entries of the batch with a batch axis, `whole` the others; `parts` is the number of micro-batches
-    over all dp ranks.
+    A target is a label that counts in the mean loss; each list has a number per loss term. The second list is [] if
+    nobody needs it. `tensors` are the entries of the batch with a batch axis, `whole` the others, from which
+    `num_items_in_batch` is removed; `parts` is the number of micro-batches over all dp ranks.
     """
     targets = options.targets
     if options.loss_fn is None:
@@ -269,7 +269,7 @@ def _targets(
 
 
 def run(step: Step) -> Tensor:
-    """Run forward and backward of all micro-batches; return this rank's share of the loss: shares sum to the mean."""
+    """Run all micro-batches; return this rank's share of the loss. Over pp, dp and cp the shares sum to the loss."""
     runtime = step.runtime
     engine, pipeline = runtime.data_parallel, runtime.pipeline
     trains = step.trains or step.model.mesh.pp > 1  # another stage may
