@@ -1,7 +1,7 @@
-"""Deep copy of a scheduled module, with the forwards and hooks that its directives installed bound to the copy.
+"""Deep copy of a module that a schedule has changed; the forwards and hooks that the schedule installed use the copy.
 
-`copy.deepcopy` shares functions. The forward or hook that a directive installs is a closure over its module, so
-a plain deep copy would keep computing with the weights of the original.
+`copy.deepcopy` shares functions. A forward or hook that a directive (one change of the schedule) installs is a
+closure over its module, so a plain deep copy would keep computing with the weights of the original.
 """
 
 import copy

@@ -26,7 +26,7 @@ from slapo_zoo.parallel.token_cut import WAYS
 
 @dataclass
 class Placed:
-    """Record of a sharded parameter or buffer: which indices each rank holds, by which directive, and the unsharded shape."""
+    """Record of how a parameter or buffer is sharded: indices of each rank, `shard` directive, and unsharded shape."""
 
     placement: Placement
     directive: "Directive"
@@ -35,7 +35,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Settings of one forward call of the model; the hooks and forwards that directives installed read them.
+    """Settings of one forward call of the model, read by the hooks and forwards that the schedule installed in modules.
 
     Args:
         tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
@@ -54,7 +54,7 @@ class ForwardContext:
 
 @dataclass
 class State:
-    """State that all directives of one schedule share: the model, the mesh, and a record of what directives changed."""
+    """State that all directives (changes to modules) of one schedule share: model, mesh, and records of the changes."""
 
     model: nn.Module
     mesh: Mesh
@@ -87,7 +87,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context around a call of the model, or its recomputation, in which directives' hooks read the settings `forward`."""
+        """Context of a forward of the model, or its recomputation: the schedule's hooks read the settings `forward`."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -183,9 +183,9 @@ class Site:
         return self.state.mesh
 
     def group(self, directive: Any) -> Any:
-        """Return this rank's process group along a directive's `mesh_dim`; None when that dim has size 1.
+        """Return this rank's process group along `directive.mesh_dim`, a mesh dim; None when that dim has size 1.
 
-        In a dry run (a step on fake tensors), collectives over the returned group are recorded and not sent.
+        In a dry run (a step on fake tensors), the returned group only records collectives, on the tape of the dry run.
         """
         group, tape = self.mesh.group(directive.mesh_dim), self.state.forward.tape
         if tape is None:
@@ -197,7 +197,7 @@ class Site:
         return join(self.path, tensor_name)
 
     def tensor(self, tensor_name: str) -> Tensor | None:
-        """Return the parameter or buffer of this module with that name; None if the module has none of that name."""
+        """Return this module's own parameter or buffer `tensor_name`, e.g. "weight"; None if the module has none."""
         found = self.module._parameters.get(tensor_name)
         return found if found is not None else self.module._buffers.get(tensor_name)
 
@@ -206,7 +206,7 @@ class Site:
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """Return the record of how a parameter or buffer of this module is sharded; None if it is not sharded."""
+        """Return how this module's parameter or buffer `tensor_name` is sharded; None if it is not sharded."""
         return self.state.placed.get(self.name(tensor_name))
 
 
@@ -252,7 +252,7 @@ class Directive:
         """Raise ScheduleError if the directive cannot be applied to the module of `site`; change nothing."""
 
     def check_all(self, sites: list[Site]) -> None:
-        """Raise ScheduleError if `check` fails at one module, or the directive cannot be applied to all together."""
+        """Raise ScheduleError if `check` fails at one of `sites`; a subclass may also compare the sites."""
         for site in sites:
             self.check(site)
 
@@ -280,7 +280,7 @@ class Directive:
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     def fail(self, site: Site, problem: str, hint: str = "") -> ScheduleError:
-        """Return a ScheduleError that names the module of `site` and this directive; the caller raises it."""
+        """Return a ScheduleError (path of `site`, this directive, problem, hint what to do); the caller raises it."""
         return ScheduleError(site.path or "(the model)", self, problem, hint)
 
     def __str__(self) -> str:

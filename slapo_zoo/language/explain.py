@@ -160,7 +160,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
     """Context for a dry run of a schedule's model in training mode: collectives are recorded on `tape` and not sent.
 
-    On exit the mesh in `state`, `training` of all modules and the states of the random streams are restored.
+    Inside, `state.mesh` has no processes. On exit the mesh, `training` of modules and random states are restored.
     """
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()

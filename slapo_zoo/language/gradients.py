@@ -41,11 +41,11 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> list[Any]:
-    """Hook parameters so that each backward sums gradients over tp ranks; all ranks must call this (it makes process groups).
+    """Register hooks that all-reduce gradients over tp ranks in each backward; return the hooks' handles (`remove()`).
 
-    Summed are gradients of parameters that a `sum_gradient` directive names, and of shards that several ranks hold.
-
-    `named` are names and parameters of a model, `plan` is that of this rank. `remove()` of the returned handles unhooks.
+    Hooked are the parameters that `sum_gradient` names, and shards of which several tp ranks hold a copy (KV heads).
+    All ranks must call this function, because it makes process groups. `named` are (name, parameter) pairs of this
+    rank; `plan` says which of these parameters are hooked.
     """
     mesh, handles = plan.mesh, []
     groups = {ranks: new_group(list(ranks)) for ranks in plan.groups()} if mesh.tp > 1 else {}
@@ -63,8 +63,8 @@ def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> li
 def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:
     """Return the 2-norm of the gradients of the unsharded model, as one process would compute it.
 
-    `named` are names and local parameters of this rank. `plan` says how parameters are sharded: squares of
-    their gradients are summed over tp (if sharded over tp), dp (if sharded by ZeRO), and pp.
+    `named` are names and local parameters of this rank; `plan` says how they are sharded. All ranks call this:
+    squares of the gradients are all-reduced over tp (if sharded over tp), dp (if sharded by ZeRO), and pp.
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
     named, mesh = list(named), plan.mesh
@@ -92,7 +92,7 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
 
 def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
-    """Return the number of ranks with the same elements of parameter `p` but different batch rows or tokens.
+    """Return the number of dp and cp ranks that hold the same elements of the gradient of `p`; 1 for FSDP2's DTensors.
 
     `row` says how the parameter is sharded; None if the plan does not name the parameter.
     """
@@ -102,7 +102,7 @@ def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
 
 
 def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Multiply all gradients in place so that their global norm, which is `norm` now, becomes at most `max_norm`."""
+    """Scale the gradients of `parameters` in place: their global norm, which is `norm`, becomes at most `max_norm`."""
     if not any(is_divided(p) for p in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
@@ -113,8 +113,8 @@ def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> 
 
 
 def _square(grads: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all gradients as a float64 scalar. `grads` are pairs of a gradient and the
-    number of ranks that add it to the norm, by which its squares are divided.
+    """Return the sum of the squares of all gradients as a float64 scalar on their `device`. `grads` are pairs of a
+    gradient and the number of ranks that add this gradient to the norm, by which its squares are divided.
 
     Norms of short pieces of each gradient are computed first: on a CPU a single float32 norm over 23 million
     elements is off by a thousandth.

@@ -1,4 +1,4 @@
-"""Other places for saved activations until their backward: host memory, or a share of each activation per tp rank.
+"""Storage for the activations that autograd saves: host memory, or one share (1/tp of the elements) per tp rank.
 
 rewrite:  saved x [...] on the device  -->  x in pinned memory of the host  -->  x on the device for the backward
           saved x [B, S, D] on each of n ranks  -->  saved x_r [B * S * D / n]; the backward all-gathers x
@@ -90,7 +90,7 @@ class Offloaded(Kept):
         self.like = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def again(self) -> Tensor:
-        """Return the activation on its device, and start to copy back the other activations of its module."""
+        """Return the activation on its device; start to copy back those of its module and of the module before it."""
         self.call.bring_back()
         return self.host.view(self.like)
 
@@ -101,7 +101,7 @@ class Call:
     Args:
         path: path of the module.
         before: the offloaded call that ran before in the same forward; None for the first.
-        notes: list to which ("out" or "back", path) is appended for each copy; None to record nothing.
+        notes: list that gets ("out", path) at the first copy to the host and ("back", path) at the first back, or None.
     """
 
     def __init__(self, path: str, before: "Call | None", notes: list[tuple[str, str]] | None):
@@ -146,7 +146,7 @@ class Offloads:
 
     Attributes:
         paths: paths of these modules, in model order.
-        notes: for tests, a list of ("out" or "back", path of a module) per copy, in order; None otherwise.
+        notes: for tests, a list of ("out" or "back", path of a module), one each per forward; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return ids of the storages of a module's parameters and buffers, and of parameters' casts to another dtype."""
+    """Return ids of the storages of a module's parameters, buffers, and copies of parameters in the compute dtype."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

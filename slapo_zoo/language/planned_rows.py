@@ -18,8 +18,8 @@ from slapo_zoo.parallel.rank_plan import (
 
 
 def plan_of(state: State) -> RankPlan:
-    """Return the plan of this rank: the one that the loader set, or else one derived from the model. The plan has one
-    row per tensor: shards, dtype, gradient all-reduces.
+    """Return this rank's plan, which has one row per tensor: shards, dtype, gradient all-reduces. It is `state.plan`
+    if the loader of the weights has set that, and otherwise derived from the model.
 
     Args:
         state: state of the schedule; unless `state.plan` is set, its model must have all pipeline stages.
@@ -96,8 +96,8 @@ def _sums(
 
 
 def _replicas(placed: Placed, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of tp coordinates that hold the same shard of a tensor (KV heads); () if
-    all shards differ. `placed` says how the tensor is sharded.
+    """Return groups of tp coordinates; the ranks of a group hold the same shard of a tensor (KV heads). () if
+    all shards differ. `placed` says how the tensor is sharded over the tp ranks of `mesh`.
     """
     placement, size = placed.placement, placed.shape[placed.placement.axis]
     if not placement.replicate or mesh.tp == 1:

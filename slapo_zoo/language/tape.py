@@ -134,7 +134,7 @@ class Row(NamedTuple):
     """One event of a recorded step: an operator, a collective, or the begin or end of a module call.
 
     Args:
-        op: the torch operator, the kind of a collective, or a constant such as LEAVE (a call ends) or FREE.
+        op: the torch operator, the kind of a collective, or an event: LEAVE (a call ends), FREE, GRADIENT, LOSS, ...
         unit: path of the watched unit (e.g. a block) that runs; '' between units.
         path: path of the module that causes the event, where that is known.
         reads: tensors among the arguments.
@@ -143,7 +143,7 @@ class Row(NamedTuple):
         output: result of a unit's call, flattened, with a Ref in place of each tensor.
         product: the matrix product or attention that the operator computes, or None.
         backward: True when the event happens during the backward.
-        amount: bytes of a collective; FREE: `Ref.storage` of the freed memory; GRADIENT: index of the unit's call.
+        amount: bytes of a collective; `Ref.storage` that FREE frees; unit call (index) whose output gets a GRADIENT.
         transfer: the collective, or None for any other event.
     """
 
@@ -236,8 +236,8 @@ class Tape(TorchDispatchMode):
         return group._replace(note=note)
 
     def cut_of(self, mesh: Mesh, way: str) -> TokenCut | None:
-        """Return how a mesh of a dry run shards the tokens of each row, so that its collectives are recorded; None when cp
-        is 1. `way` names how attention reaches the tokens of other ranks: "gather", "ulysses" or "ring".
+        """Return how tokens are sharded over cp on `mesh`, with collectives that this tape records; None when cp is 1.
+        `way` names how attention reaches the tokens of other ranks: "gather", "ulysses" or "ring".
         """
         cut = TokenCut.of(mesh, way)
         return cut and replace(cut, group=self.listen(cut.group, "cp", "", "cp"))
@@ -282,7 +282,7 @@ class Tape(TorchDispatchMode):
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """Return the sum of all recorded losses and all tensors in `output` that need a gradient; None if there are none."""
+        """Return the sum of the step's vocabulary-parallel losses and all `output` tensors with a gradient, or None."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]
@@ -298,7 +298,7 @@ class Tape(TorchDispatchMode):
             self._ends.pop()()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator on fake tensors, and append a record of it to the tape."""
+        """Run the operator `func` on fake tensors, append a `Row` of the call to the tape, and return the result."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         changes = self._refs(args[0]) if func._schema.is_mutable and args else ()
@@ -361,7 +361,7 @@ class Tape(TorchDispatchMode):
             raise _Done
 
     def _summed(self, parameter: Tensor) -> None:
-        """Append a row that reads `parameter.grad`, because autograd has just accumulated a gradient into it."""
+        """Append a row that reads `parameter.grad`; autograd calls this hook once a gradient was accumulated there."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))
 

@@ -58,8 +58,8 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, where: str, args: tuple, kwargs: dict[str, Any]) -> "Call":
-        """Construct the Call that binds example arguments to the signature of `module.forward`; a mismatch raises
-        ScheduleError. `where` is the path of the module, for the error.
+        """Construct the Call of the example arguments (*args, **kwargs) of `module.forward`; arguments that do not fit
+        the signature raise ScheduleError. `where` is the path of the module, for the error.
         """
         signature = inspect.signature(module.forward)
         try:
@@ -104,7 +104,7 @@ class Call:
         return {**values, f"**{self.others}": {}}
 
     def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
-        """Create placeholder nodes; return (function that runs the forward on them, its arguments []) for fx.Tracer."""
+        """Add placeholders to the graph of `tracer`; return (function without arguments that runs the forward, [])."""
         proxies, optional = [], False
         for a in self.arguments:
             optional = optional or a.default is not NO_DEFAULT

@@ -64,7 +64,7 @@ class Operation:
 
     Args:
         name: canonical name such as "add", or the function or module class itself.
-        arguments: {name in torch's signature (operations in SIGNATURES), or else position or keyword: argument}.
+        arguments: name of an argument (its position, if the operation is not in SIGNATURES) --> the argument.
     """
 
     name: Any
@@ -104,7 +104,7 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
     Args:
         node: call node in the graph of `owner`.
         owner: module whose submodules the graph calls.
-        in_pattern: the node belongs to a pattern, so dropout rates and parameters of its modules match any value.
+        in_pattern: True for a node of a pattern: its module's weights, eps and dropout rate become ANY (any value).
     """
     if node.op == "call_module":
         return _describe_module(node, owner, in_pattern)
@@ -122,7 +122,7 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
 
 
 def _function_name(target: Any) -> Any:
-    """Return the name of a function of torch, math or operator; return a function of any other package itself."""
+    """Return the name of `target` if it is a function of torch, math or operator; otherwise return `target` itself."""
     module = getattr(target, "__module__", None) or "torch"
     name = getattr(target, "__name__", None)
     return name if name and module.split(".")[0] in TORCH else target

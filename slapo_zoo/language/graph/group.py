@@ -13,8 +13,8 @@ from slapo_zoo.language.graph.traced import TracedModule
 class GroupModule(TracedModule):
     """A child module that runs some nodes of its owner's graph, so that they can be compiled or recomputed together.
 
-    Submodules that the nodes call stay in the tree under their old names and are reached through `owner`, so no
-    parameter is renamed, and the group also runs a submodule that is changed later.
+    Submodules that the nodes call stay children of `owner` (the module whose graph had the nodes), so no parameter is
+    renamed. The group looks a submodule up at each call, so a later replacement counts in the group, too.
     """
 
     owner: Any

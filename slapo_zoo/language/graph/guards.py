@@ -36,8 +36,8 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
 
 @has_side_effect
 def expect_given(value: Any, where: str, name: str) -> None:
-    """Raise ScheduleError when the argument `name`, a tensor during the trace, is None in this
-    call. `where` is the path of the traced module, for the error.
+    """Raise ScheduleError when `value`, given for the argument `name`, is None: in the trace it was a tensor.
+    `where` is the path of the traced module, for the error.
     """
     if value is None:
         problem = f"{name!r} was given during the trace, this call has None"

@@ -27,8 +27,8 @@ class Function(nn.Module):
 def arguments(
     new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) with which a graph calls `new`: by name if the signature of `new` has all names
-    in `inputs` and requires no other, else by position.
+    """Return (args, kwargs) with which a graph calls `new`: by name if the signature of `new` has all names in `inputs`
+    and requires no other, else by position. ScheduleError if `new` takes another number of arguments.
 
     Args:
         new: function or module that replaces a subgraph.
@@ -64,9 +64,9 @@ def arguments(
 
 
 def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
-    """Insert a node that calls the function or module `new` at the graph's current insertion point; return the node.
+    """Insert a call `new(*args, **kwargs)` at the current insertion point of the graph of `owner`; return the new node.
 
-    A module is first added to `owner` as a child `<name>_<k>`; `name` is by default the name of its class.
+    A module `new` is first added to `owner` as a child `<name>_<k>`; `name` is by default the name of its class.
     """
     if not isinstance(new, nn.Module):
         qualified = getattr(new, "__qualname__", "")

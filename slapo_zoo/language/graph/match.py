@@ -51,7 +51,7 @@ class Matches(list[Subgraph]):
 
     Attributes:
         overlapping: matches that were dropped because they share a node with an earlier match.
-        rejected: (node, reason) where operations match but the nodes cannot be replaced.
+        rejected: (output node, reason as text) of subgraphs that match but cannot be replaced by one call.
     """
 
     def __init__(self) -> None:
@@ -228,5 +228,5 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _same_dim(p: Any, v: Any, rank: int) -> bool:
-    """Return whether two integers name the same axis of a tensor with `rank` axes, e.g. -1 and 2 if it has 3."""
+    """Return whether `p` and `v` name the same axis of a tensor with `rank` axes, e.g. -1 and 2 if it has 3."""
     return rank > 0 and isinstance(p, int) and isinstance(v, int) and p % rank == v % rank

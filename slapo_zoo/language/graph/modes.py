@@ -59,7 +59,7 @@ def _training(graph: Graph) -> Node:
 
 
 def _differ_in_literals_only(a: Graph, b: Graph) -> bool:
-    """Return whether two graphs have the same nodes, with arguments that differ in literals only."""
+    """Return whether the nodes of `a` and `b` call the same targets, with arguments that differ in literals only."""
     if len(a.nodes) != len(b.nodes):
         return False
     same = dict(zip(b.nodes, a.nodes, strict=True))
@@ -84,7 +84,7 @@ def _by_mode(graph: Graph, asked: Node, mine: Any, theirs: Any, training: bool) 
 
 def _leaves(node: Node, same: Mapping[Node, Node]) -> tuple[list[Any], TreeSpec]:
     """Return (flat arguments, tree spec) of a node; arguments that are nodes are replaced by their counterparts in the
-    other graph. `same` maps a node of this graph to its counterpart.
+    other graph. `same` maps each node of the graph of `node` to its counterpart.
     """
     return tree_flatten(map_arg((node.args, node.kwargs), lambda n: same[n]))
 

@@ -34,8 +34,8 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 def recording(tracer: ValueTracer) -> Iterator[None]:
     """Context in which calls of torch factories (`torch.arange`, ...) become nodes of the graph of `tracer`.
 
-    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError. Ranks that run as
-    threads of one process trace one after the other, because these patches, like those of `torch.fx`, are process-wide.
+    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError. Virtual ranks
+    (threads of one process) trace one after the other, because the patches, like those of torch.fx, are process-wide.
     """
     with BUILDING, ExitStack() as stack:
         for name in FACTORIES + RANDOM:
@@ -52,7 +52,7 @@ _isinstance = isinstance
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
-    """Replacement of `isinstance` during a trace, which tests the example value of a proxy instead of the proxy.
+    """Replacement of `isinstance` during a trace: a proxy also counts as an instance of its example value's class.
 
     A proxy whose `__class__` is that of its value would not do, since torch's C code would take it for a tensor.
     """

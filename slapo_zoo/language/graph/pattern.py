@@ -46,7 +46,7 @@ class ModulePattern(nn.Module):
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """Return, in a pattern function, the result of calling any module whose path, or its last segments, match `regex`."""
+    """Match, in a pattern function, a call with `args` of any module whose path, or the end of it, matches `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = "call_module was called outside of a pattern, or without its arguments"
@@ -56,7 +56,7 @@ def call_module(regex: str, *args: Any) -> Any:
 
 
 def name_matches(regex: str, target: str) -> bool:
-    """Return whether a regex matches a whole dotted path, or all of its last segments.
+    """Return whether a regex matches the dotted path `target`, or its last segment, its last two segments, and so on.
 
     >>> name_matches("query|key", "attention.self.key"), name_matches("dense", "dense_out")
     (True, False)

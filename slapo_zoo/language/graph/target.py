@@ -34,7 +34,7 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
 
 
 def one_subgraph(nodes: Sequence[tuple[str, fx.Node]]) -> Subgraph:
-    """Make a subgraph of (path, node) pairs of one graph; its inputs are listed in the order of their use."""
+    """Return the Subgraph of (path, node) pairs of one graph; nodes whose values are used outside are its outputs."""
     path, first = nodes[0]
     module: Any = first.graph.owning_module
     inside = {node for _, node in nodes}

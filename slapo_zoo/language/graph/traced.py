@@ -84,7 +84,7 @@ class TracedModule(GraphModule):
 
 
 def under(path: str, inner: str) -> str:
-    """Join two dotted paths; either may be the root ``''``."""
+    """Return the path of the submodule `inner` of the module at `path`; either may be the root ``''``."""
     return join(path, inner) if inner else path
 
 

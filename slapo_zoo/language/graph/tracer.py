@@ -53,7 +53,7 @@ class ValueTracer(fx.Tracer):
         self.ranks: set[fx.Node] = set()
 
     def fail(self, problem: str, hint: str) -> ScheduleError:
-        """Return a ScheduleError that names the innermost module and the source line that is being traced."""
+        """Return (not raise) a ScheduleError with problem and hint, the innermost traced module and its source line."""
         return ScheduleError(self.path(), "trace", f"{problem} (at {location()})", hint)
 
     def path(self) -> str:
@@ -91,7 +91,7 @@ class ValueTracer(fx.Tracer):
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any):
-        """Return a proxy for a new node; None if the node's value is None, so that `x is None` is true in the forward."""
+        """Return fx's proxy of a new node; None if the node's example value is None, so that `x is None` is true."""
         proxy: Any = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         if node.meta["value"] is not None or kind in ("placeholder", "get_attr"):
@@ -130,7 +130,7 @@ class ValueTracer(fx.Tracer):
     # -- decisions --------------------------------------------------------------------------------
 
     def read(self, proxy: ValueProxy) -> Any:
-        """Return the value of a proxy for a Python branch, and add a check of that value to the graph."""
+        """Return a proxy's value for a Python branch, and add a check of it to the graph; raise for tensor elements."""
         node = proxy.node
         value = node.meta["value"]
         if value is UNKNOWN:

@@ -3,7 +3,7 @@
 column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
 row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, after the sum
 
-Tables (schedules/*.py) choose column or row by the rules `column` and `row` (slapo_zoo.zoo.rules); `shard` slices the
+Tables of sharding rules (schedules/*.py) choose `column` or `row` (slapo_zoo.zoo.rules) per layer; `shard` slices the
 weight, and `sync` inserts the collectives. Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
@@ -45,8 +45,8 @@ WEIGHT_AXES = {
 
 
 def output_of(site: Site) -> str:
-    """Return how a module's output is sharded over tp: "partial" (partial sums), "divided" (shards of the columns),
-    "whole" (unsharded), or "" (unknown).
+    """Return how the output of the module of `site` is sharded over tp: "partial" (partial sums), "divided" (shards of
+    the columns), "whole" (unsharded), or "" for a class that is no linear, convolution or embedding.
     """
     names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
     placed = site.placed("weight")
@@ -58,10 +58,10 @@ def output_of(site: Site) -> str:
 
 
 def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool:
-    """Replace the forward of a row-parallel module by `collective(product) + bias`; return True, or False if not done.
+    """Replace the forward of a row-parallel module by `collective(product) + bias`; return True if that was done.
 
     Args:
-        module: a Linear, Conv1D or convolution whose weight is sharded along its inputs; other classes stay unchanged.
+        module: Linear, Conv1D or convolution with a bias, weight sharded along its inputs; other classes stay as is.
         collective: all-reduces or reduce-scatters the partial products of the ranks.
     """
     names = [c.__name__ for c in type(module).__mro__ if c.__name__ in WITHOUT_BIAS]

@@ -174,8 +174,8 @@ def _same_statistics(module: nn.Module) -> Iterator[None]:
 def restoring(
     state: State, kept: set[Any] | None, module: nn.Module
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers, and
-    leaves running statistics as they are.
+    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers as
+    the forward, and does not update the running statistics of batch norms.
 
     Args:
         state: state of the schedule.
@@ -198,12 +198,12 @@ def restoring(
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Remember the random streams' state and the settings of the running forward (ForwardContext); return a function
-    that makes contexts in which both are restored.
+    """Remember the random state and the settings (ForwardContext) of the running forward; return a function (*contexts)
+    --> context, which restores both and then enters `contexts`, for the recomputation.
 
     Args:
-        stream: random stream of the model, or None; forked generators of `get_cuda_rng_tracker` are included.
-        state: state of the schedule, or None.
+        stream: random stream that draws dropout masks, or None; `get_cuda_rng_tracker` generators are always restored.
+        state: state of the schedule, which has the settings; None restores only random states.
     """
     tracker, position = get_cuda_rng_tracker(), None
     if stream is not None and (stream.is_open or stream.again):  # else torch restores its generator

@@ -62,7 +62,7 @@ class ExpertParallel(Directive):
 
 
 def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return a tensor shaped like the experts' output, for a dry run, in which the router's choices are unknown."""
+    """Return a tensor of the shape of the experts' output; a dry run on fake tensors calls this instead of them."""
     return hidden_states + 0 * top_k_weights.sum()
 
 

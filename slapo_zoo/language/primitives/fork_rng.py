@@ -171,7 +171,7 @@ class OwnDropout(TorchFunctionMode):
             child.ran = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace F.dropout, fused attention and torch.rand by versions that draw from the model's random stream."""
+        """Call a function of torch; dropout, fused attention and torch.rand draw from the model's random stream."""
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and not torch.compiler.is_compiling():
             return self._attention(func, *args, **kwargs)
@@ -192,7 +192,7 @@ class OwnDropout(TorchFunctionMode):
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
     def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a random function of torch; if ranks run as threads, use this rank's own generator state for the call."""
+        """Call a function of torch; random functions of a virtual rank (thread) draw from that rank's own generator."""
         if self.state is None or getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **kwargs)
         with rng.drawn_from(self.state):
@@ -242,12 +242,12 @@ class OwnDropout(TorchFunctionMode):
 def _dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool]:
-    """Return (input, p, training) of a call of torch.nn.functional.dropout."""
+    """Return (input, p, training) of a call of torch.nn.functional.dropout; `inplace` is dropped."""
     return input, p, training
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return the arguments of `kernels.dropout` for x: {"keep": mask}, or {"seeds", "p"} to hash the mask from.
+    """Return keywords of `kernels.dropout` for x: {"keep": mask}, or {"seeds", "p"}, from which it computes the mask.
 
     Args:
         site: the module that drops, with its path.
@@ -283,7 +283,7 @@ def _dropout(
     size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """Return the arguments of `kernels.dropout` for an input: {"keep": mask}, or {"seeds", "p"} to hash the mask from."""
+        """Return keywords of `kernels.dropout`: {"keep": mask}, or {"seeds", "p"}, from which it computes the mask."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

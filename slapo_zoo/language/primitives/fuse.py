@@ -97,7 +97,7 @@ class Fuse(Directive):
 
 
 def _script(child: GroupModule) -> None:
-    """Compile a group of nodes with torch.jit.script, or with inductor (logged) where that is impossible."""
+    """Compile `child`, a module of grouped nodes, with torch.jit.script, or if that fails with inductor (logged)."""
     reason = "it calls modules of the model"
     if not any(called(child, n) or n.op == "get_attr" for n in child.graph.nodes):
         try:

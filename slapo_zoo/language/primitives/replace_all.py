@@ -79,7 +79,7 @@ class ReplaceAll(Directive):
         site.state.index()
 
     def _make(self, site: Site) -> dict[str, nn.Module]:
-        """Call the factory for each module of the class; return {path: new module}."""
+        """Call the factory for each module of the class below the module of `site`; return {path: new module}."""
         made: dict[str, nn.Module] = {}
         for path, module in self._found(site):
             if any(path.startswith(f"{outer}.") for outer in made):

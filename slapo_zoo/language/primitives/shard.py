@@ -16,12 +16,12 @@ from slapo_zoo.parallel.placement import Placement, Run
 
 @dataclass(frozen=True)
 class ShardRule:
-    """Attributes of a module class that must change when one of its tensors is sharded along an axis.
+    """Rule for a module class: which attributes change when one of its tensors is sharded along an axis.
 
     Args:
-        sizes: tensor name -> {axis: attribute that holds the size of that axis}.
-        divided: called after sharding with (site of the module, tensor name, directive, index ranges of the axis
-            that this rank holds); may replace the module's forward.
+        sizes: tensor name -> {axis: name of the module's attribute that holds the size of that axis}.
+        divided: called after sharding with (Site of the module, tensor name, the `shard` directive, index ranges of
+            the axis that this rank holds); may replace the module's forward; None: nothing more to do.
     """
 
     sizes: dict[str, dict[int, str]]
@@ -29,7 +29,7 @@ class ShardRule:
 
 
 def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set a GroupNorm's or convolution's number of groups to this rank's; called after sharding (ShardRule.divided)."""
+    """Set the number of groups of a GroupNorm or convolution to this rank's number (serves as `ShardRule.divided`)."""
     module: Any = site.module
     applied = site.state.applied[site.path]
     name, groups = _groups(module)
@@ -73,9 +73,9 @@ def shard_rule(
     """Return a decorator that registers a shard rule for a module class: `@shard_rule(weight={0: "out_features"})`.
 
     Args:
-        divided: called after sharding with (Site of the module, tensor name, directive, index ranges of
-            the axis that this rank holds); may replace the module's forward.
-        **sizes: tensor name = {axis: attribute that holds the size of that axis}.
+        divided: called after sharding with (Site of the module, tensor name, the `shard` directive, index ranges of
+            the axis that this rank holds); may replace the module's forward; None: nothing more to do.
+        **sizes: tensor name = {axis: name of the module's attribute that holds the size of that axis}.
     """
 
     def register(cls: type) -> type:
@@ -164,7 +164,7 @@ class Shard(Directive):
             raise self.fail(site, problem, hint)
 
     def _reads_all(self, site: Site) -> str:
-        """Return what needs the unsharded tensor, e.g. "the recurrence" (of an LSTM) or "a gradient hook"; '' for nothing."""
+        """Return which part of the module needs the unsharded tensor, e.g. "the recurrence" (LSTM), or '' if none."""
         module: Any = site.module
         parent: Any = site.state.modules.get(site.path.rpartition(".")[0], module)
         rows = self.axis == 0
@@ -182,7 +182,7 @@ class Shard(Directive):
         return next((what for what, is_so in reads.items() if is_so), "")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return whether a tied module's directive has sharded the tensor (`earlier`) just as this directive would."""
+        """Return whether a directive at a tied module has sharded the tensor (record: `earlier`) as this one would."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
@@ -265,7 +265,7 @@ class Shard(Directive):
 
 
 class VocabParallelLookup:
-    """Forward of an Embedding of which this rank holds the rows start..stop.
+    """Forward of an Embedding of `size` rows, of which this rank holds start to stop - 1.
 
     rewrite:  y = w[ids]  -->  y_r = w_r[ids - start] where start <= ids < stop, else 0
               (partial: the sum over ranks is y)

@@ -18,7 +18,7 @@ SYNC_OPS: dict[str, tuple[tuple[str, ...], SyncOp]] = {}
 
 
 def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
-    """Return a decorator that registers a collective as `sync(mode, name)` for each mode in `modes`."""
+    """Return a decorator that registers a function (x, Sync, Site) --> tensor as `sync(mode, name)` for all `modes`."""
 
     def register(op: SyncOp) -> SyncOp:
         if name in SYNC_OPS:
@@ -48,7 +48,7 @@ SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
 
 
 def _first(values: list[Any]) -> int:
-    """Return the index of the first floating-point tensor, else of the first tensor; -1 if no value is a tensor."""
+    """Return the index of the first floating-point tensor in `values`, else of the first tensor; -1 without tensors."""
     found = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
     real = (i for i in found if values[i].dtype.is_floating_point or values[i].dtype.is_complex)
     return next(real, found[0] if found else -1)
@@ -245,8 +245,8 @@ class Sync(Directive):
         return found
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
-        """Return a function that calls `run`, the collective, once per input tensor and reuses the result
-        for siblings (modules with the same parent). Results are dropped when the parent's forward begins and ends.
+        """Return a function x --> `run(x)` (the collective) that sibling modules share: for the same tensor x, `run` is
+        called once and its result reused. Results are dropped when the forward of the parent begins and ends.
         """
         parent = site.path.rpartition(".")[0]
         while isinstance(site.state.modules[parent], nn.ModuleList | nn.ModuleDict) and parent:

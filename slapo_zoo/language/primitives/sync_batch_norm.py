@@ -65,10 +65,10 @@ def _train(module: Any, x: Tensor, group: Any) -> Tensor:
 
 @torch.no_grad()
 def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], variance [C] and the number of pixels [1] of x [B, C, H, W] over all ranks.
+    """Return mean [C], variance [C] and the number of pixels [1] of x [B, C, H, W] over all ranks of `group`.
 
-    Each rank's variance is taken around its own mean and then moved to the global one (Chan et al. 1979), which
-    loses no digits where the mean is far from 0.
+    Each rank takes the variance around its own mean; the squared distance of that mean from the global mean is added
+    (Chan et al. 1979). This loses no digits where the mean is far from 0.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     var, mean = torch.var_mean(x.to(wide), (0, 2, 3), correction=0)

@@ -65,7 +65,7 @@ def _all_gather(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("join_columns", "fwd_post")
 def _join_columns(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-gather the columns of a column-parallel output and cut off padding; the backward takes this rank's slice."""
+    """All-gather the columns of x, a column-parallel output, and drop padding; the backward keeps this rank's slice."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     axis = 1 if isinstance(site.module, CONVOLUTIONS) and x.ndim > 2 else -1

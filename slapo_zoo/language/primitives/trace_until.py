@@ -45,7 +45,7 @@ class TraceUntil(Traces):
         return trace_tree(site.module, args, kwargs, (is_leaf,), site.path)
 
     def _below(self, site: Site, path: str) -> str:
-        """Return `path` relative to the traced module; ScheduleError if that module contains no such path."""
+        """Return `path` relative to that of `site`, the traced module; ScheduleError if it has no such submodule."""
         modules = site.state.modules
         if path and join(site.path, path) in modules:
             return path
