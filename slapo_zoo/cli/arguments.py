@@ -42,8 +42,8 @@ def command(
 ) -> Callable[..., None]:
     """Wrap a function as a typer command, which prints what the function returns.
 
-    `work` returns None, (data, text) or (data, text, status). The command prints the text, or with `--json` the data;
-    all other output then goes to stderr. The status is an exit code, or an error that is raised after printing. A
+    `work` returns None, (data, text) or (data, text, status). The command prints the text, or with `--json` data as
+    JSON; all other output then goes to stderr. The status is an exit code, or an error that is raised after printing. A
     parameter `layout` of `work` stands for the flags in LAYOUT (--tp, --pp, ...), whose values `work` gets as a dict.
 
     Args:

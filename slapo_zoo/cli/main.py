@@ -59,7 +59,7 @@ def shared(
         bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print it.")
     ] = False,
 ) -> None:
-    """Train, plan and check pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel."""
+    """Train, plan and check tensor-, pipeline- and data-parallel HuggingFace models. These flags precede the command."""
     context.obj.debug = debug
 
 

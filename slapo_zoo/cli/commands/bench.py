@@ -46,12 +46,12 @@ def bench(
 ) -> Any:  # fmt: skip
     """Time training steps (forward and backward) of a checkpoint on random input.
 
-    Before timing, the loss of the batch is compared with that of plain transformers.
+    Before timing, the loss must agree with that of plain transformers: within 1e-3 of it in fp32, else 3e-2.
 
     `slapo-zoo bench kernels` times each kernel and the operations that it replaces. It writes a table to
     the user's cache folder, or to --output; kernels="auto" chooses kernels on this device by that table.
 
-    To compare steps with other libraries that shard a model, run `ci/run.py beside` in a source checkout.
+    To compare steps with other libraries, run `ci/run.py beside` in a source checkout; the old flag --beside only says so.
     """
     if model == "kernels":
         return _kernels(only, quick, output, resume)
@@ -93,8 +93,8 @@ def bench(
 
 
 def _traced(spans: Any, folder: Path | None, title: str) -> str:
-    """Write the timed actions `spans` of a pipeline step as trace.json and trace.png (with `title`) into a folder, and
-    return a line that names both; "" for no folder.
+    """Write `spans`, the timed forwards and backwards of a pipeline step, as trace.json and trace.png (with `title`)
+    into `folder`; return a line with the share of idle time and both paths, or "" if `folder` is None.
     """
     if folder is None:
         return ""

@@ -60,7 +60,7 @@ def make(
 @app.command()
 @command
 def lint(card: Name) -> Any:
-    """Check that a card (a published schedule) is valid, without running its schedule; exit code 2 if it is not."""
+    """Check that a card (a published schedule) has all files, and they are well formed; exit code 2 if not."""
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.cards.resolve_card import load_card
 
@@ -77,7 +77,7 @@ def verify(
     model: Annotated[str | None, typer.Option(help="Checkpoint folder or Hub id; default: the card's base model.")] = None,
     full: Annotated[bool, typer.Option(help="Verify the full model, not a small one.")] = False,
 ) -> Any:  # fmt: skip
-    """Compare a model changed by a card (a published schedule) with the plain one; write the verdict into the card's folder."""
+    """Compare a model sharded by a card (a schedule) with the plain one; write verify.json; exit code 1 if they differ."""
     from slapo_zoo.errors import CardError
     from slapo_zoo.verify.card_check import verify_card
     from slapo_zoo.zoo.argument_values import config_of

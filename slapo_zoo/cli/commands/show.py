@@ -59,7 +59,7 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, the result of `survey`: changes to modules, shapes, collectives, ..."""
+    """Return data for `--json` from `found`, a dry run by `survey`: changes to modules, shapes, collectives, ..."""
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
@@ -101,7 +101,7 @@ def _text(found: Any, title: str) -> str:
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
     """Return (name, (unsharded shape, shape on each tp rank, pipeline stages that hold it)) of the weights in `found`.
 
-    `found` is the result of `survey`. Weights of equal shape in several blocks are one entry, `*` for the block number.
+    `found` is a dry run by `survey`. Weights of equal shape in several blocks are one entry, `*` for the block number.
     """
     rows: dict[str, list[Any]] = {}
     for name, (shape, local, stages) in found.shapes.items():

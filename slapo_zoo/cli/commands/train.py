@@ -63,7 +63,7 @@ def train(
 
 
 def trained(options: TrainOptions) -> list[float]:
-    """Check the options, read model and data, and train; return the loss of each step of this run."""
+    """Check the options, read model and data, and train; return each step's mean loss over its batch."""
     if is_first():
         typer.echo(
             f"{config_keys.changes(options)}\nreading model and data ..."

@@ -38,7 +38,7 @@ def verify(
     """Compare the model as slapo_zoo changes it with the plain one: outputs, gradients, a training step, dropout, saved files.
 
     All ranks are threads of one process on the CPU. By default a small model of the same family is
-    compared, which takes seconds. Exit code 1 says that something differs.
+    compared, which takes seconds. Exit code 1 says that something differs by more than rounding errors.
     """
     if full and layers:
         raise typer.BadParameter("found --full too, which runs all layers at once; leave one of them out", param_hint="--layers")  # fmt: skip
@@ -83,8 +83,9 @@ def verify(
 def _same_bits(
     config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
 ) -> Any:
-    """Train some steps on the mesh (tp, pp, dp) and in one process, for `--exact`; return (data, text, exit code, which
-    is 1 if any bit differs). `knobs` are loader arguments; a `program`, the schedule of a card, is refused.
+    """Train a small model on the mesh (tp, pp, dp) and in one process, for `--exact`. Return (data for --json, text,
+    exit code: 1 if the loss, the gradient norm or a weight differs in any bit after a step, else 0). `knobs` are loader
+    arguments; a `program`, the schedule of a card, is refused.
     """
     if program:
         raise typer.BadParameter("--exact runs the built-in schedule, not a card; leave one of them out", param_hint="--schedule")  # fmt: skip

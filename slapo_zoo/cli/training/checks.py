@@ -208,7 +208,7 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
     """Raise an error if the mesh cannot shard the model; to find out, a model on the meta device is sharded.
 
     Args:
-        mesh: mesh of the processes or, with the option `exact`, the larger virtual mesh whose ranks they run as threads.
+        mesh: mesh of the processes, or of the virtual ranks, several of which a process runs as threads with option `exact`.
         options: options of the run.
         head: name of the auto class that selects the model's head.
         config: config of the model.

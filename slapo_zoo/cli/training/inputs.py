@@ -167,8 +167,8 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "da
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task, with attention masks between the documents of a row if `document_masks` is True or, for None, if
-    the model supports them and a row holds several documents. Raises ConfigError for True if they are not supported.
+    """Return the task, with attention masks that part the documents of a row if the option `document_masks` is True or,
+    for None, if the model supports such masks and a row holds several documents; ConfigError for True if it does not.
     """
     if not isinstance(task, Causal):
         if options.document_masks:

@@ -20,10 +20,10 @@ OnStep = Callable[[int, Mapping[str, Any]], None]  # called with (step, measurem
 
 
 class Records(TrainerCallback):
-    """Trainer callback that reports the measurements of every step, with its evaluation if there was one.
+    """Trainer callback that passes each step's measurements, with its evaluation if any, to `tell` and to the log file.
 
     Args:
-        run: Trainer that the callback belongs to; its `record` holds the last step's measurements.
+        run: Trainer that the callback belongs to; its `record` holds the last step's measurements, {"loss": ..., ...}.
         tell: function called after each step with (step index, measurements); None on ranks that report nothing.
     """
 
@@ -38,13 +38,13 @@ class Records(TrainerCallback):
             begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """Report the measurements of a step, unless an evaluation follows: then `on_evaluate` reports them."""
+        """Pass a step's measurements to `tell` and the log file, unless an evaluation follows (see `on_evaluate`)."""
         state.log_history.clear()  # it would hold every step of a long run
         if "loss" in logs and not control.should_evaluate:
             self._tell(self.run.record)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Report the measurements of a step together with `metrics`, those of its evaluation."""
+        """Pass a step's measurements and `metrics`, the means of its evaluation, to `tell` and the log file."""
         self._tell({**self.run.record, **metrics})
 
     def _tell(self, record: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Best:
     since: int = 0
 
     def judge(self, step: int, found: Mapping[str, float]) -> bool:
-        """Return whether `found`, the means of an evaluation after `step` steps, is the best; record it if so."""
+        """Return whether `found`, {"loss": mean, ...} evaluated after `step` steps, is the best so far; record it if so."""
         value, loss = found[self.metric], found.get("loss", math.inf)
         sign = -1 if self.metric == "loss" else 1
         before = (-math.inf, 0.0) if self.value is None else (sign * self.value, -self.loss)
@@ -117,7 +117,7 @@ def _step_of(line: str) -> float:
 
 @contextmanager
 def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
-    """Context that yields a function (step index, measurements) to report steps: by a bar on a terminal, else by lines.
+    """Context that yields a function (step index, {"loss": ..., ...}), which shows steps by a bar or by lines.
 
     Args:
         steps: steps of the whole training.

@@ -43,7 +43,7 @@ REQUEUE, INTERRUPTED = 75, 130  # exit codes: EX_TEMPFAIL of sysexits.h, and as 
 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
-    """Train on the ranks of a launcher, or on local ranks started here; return the losses of the steps.
+    """Train on the ranks of a launcher, or on local ranks started here; return each step's mean loss over its batch.
 
     StoppedError is raised if a signal stopped the run.
     """
@@ -60,7 +60,7 @@ def run(options: TrainOptions, inputs: Inputs) -> list[float]:
 def train(options: TrainOptions, inputs: Inputs) -> tuple[list[float], int, int]:
     """Load the model, print what each rank read, train and save; every rank calls this.
 
-    Returns (losses of the steps, number of the signal that stopped the run or 0, steps done in all).
+    Returns (mean loss of each step's batch, number of the signal that stopped the run or 0, steps done in all).
     """
     model = load(options, inputs.batches.task)
     with closing(model) if options.exact else nullcontext():  # an exact model has threads to end
@@ -94,11 +94,11 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
 
 
 class Run(ScheduledTrainer):
-    """Trainer of `transformers` whose steps an engine (torch, deepspeed, megatron) runs, on equal batches on every mesh.
+    """Trainer of `transformers` whose steps an engine (torch, deepspeed, megatron) runs, on the same rows on any mesh.
 
-    Trainer provides the loop, callbacks and trackers, and decides when to evaluate, save and end. This
-    class adds optimizer steps of the engine, an exact position in the data on any mesh, means over all
-    labels, and checkpoints that any mesh can resume.
+    Trainer provides the loop, callbacks and trackers, and decides when to evaluate, save and end. This class adds
+    optimizer steps of the engine, a position in the data that any mesh continues from, loss means over the labels of
+    all ranks, and checkpoints that any mesh can resume.
 
     Args:
         model: model that AutoScheduledModel loaded, with the head of the task.
@@ -152,7 +152,7 @@ class Run(ScheduledTrainer):
         return [next(epoch_iterator)], None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run one optimizer step of the engine, record the step's measurements, and return the loss."""
+        """Run one optimizer step of the engine, record its measurements; return the mean loss of all dp ranks."""
         lr = self._get_learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -268,7 +268,7 @@ def fit(
         model: model that AutoScheduledModel loaded.
         inputs: batches and tokenizer.
         options: options of the run.
-        tell: called with the number and measurements of every step; None on ranks that report nothing.
+        tell: called with each step's index and measurements, {"loss": ..., ...}; None on ranks that report nothing.
         stop: signals that ask for a stop; None if signals are not handled.
     """
     from accelerate.state import AcceleratorState
@@ -322,8 +322,8 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
 
 @on_each_rank
 def ledgers_of(model: Any) -> list[Ledger]:
-    """Return a list, by rank of the mesh, of the record of what that rank read while loading. All processes call this
-    together; with the option `exact` the ranks are those of the virtual mesh, which run as threads.
+    """Return a list, by rank, of the record of what that rank read while loading. All processes call this together.
+    With the option `exact`, which lets a process run several virtual ranks as threads, the list has the virtual ranks.
     """
     return together(model.mesh, "load", lambda: model.ledger)
 

@@ -29,7 +29,7 @@ class StepTimes:
         seconds: median seconds per step on rank 0.
         losses: (loss of the scheduled model, loss of plain `transformers` on the CPU in float32) on the timed
             batch before the first step, without dropout.
-        spans: timeline of one more step of rank 0's pipeline; empty if not asked for.
+        spans: timed forwards and backwards of one more step of rank 0's pipeline; empty if not asked for.
     """
 
     device: str
@@ -39,18 +39,17 @@ class StepTimes:
 
 
 def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: bool) -> StepTimes:
-    """Time training steps of the model that from_pretrained(**load) returns, after a check that its loss is that of plain
-    transformers; all ranks call this.
+    """Time training steps of the model that from_pretrained(**load) returns, and check its loss; all ranks call this.
 
     Args:
-        load: arguments of from_pretrained.
+        load: arguments of AutoScheduledModel.from_pretrained.
         rows: rows per step and data-parallel replica.
         tokens: tokens per row.
         steps: number of timed steps, which follow two steps to warm up.
         trace: record a timeline of one more step.
 
     Raises:
-        VerifyError: the loss differs from the plain model's; nothing was timed.
+        VerifyError: the loss differs from the plain model's by over 1e-3 of it in fp32, else 3e-2; nothing was timed.
     """
     name = load["name_or_path"]
     model: Any = AutoScheduledModel.from_pretrained(**load).train()
@@ -72,7 +71,7 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return the losses on `batch` of (`model`, the plain transformers model that rank 0 loads from checkpoint `name`)."""
+    """Return the losses on `batch` of (`model`, the plain model in checkpoint `name`); VerifyError if they differ."""
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
