@@ -55,7 +55,7 @@ def _attention(
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Return (output [B, S, H, d], None or weights) of transformers' sdpa, or of `CoreAttention` if `softcap` is given."""
+    """Return (output [B, S, H, d], None) of transformers' sdpa or, if `softcap` bounds scores, of a `CoreAttention`."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a child core_attn of this module"
@@ -116,7 +116,7 @@ class CoreAttention(nn.Module):
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Return (output [B, S, H, d], None or attention weights).
+        """Return (output [B, S, H, d], attention weights or None, as the back end returns them).
 
         Args:
             q: queries [B, H, S, d].
@@ -266,8 +266,8 @@ class OverKeys:
         return self.core.over_keys(self.attention, self.dropout, self.scaling, *given)
 
     def mask_again(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """Return a function that draws the dropout mask of attention weights x [B, H, s, T], the same in each call: 0
-        or 1 in the dtype of x. Return None without dropout.
+        """Return a function that draws the dropout mask of this call, in the shape [B, H, s, T] and dtype of x: 0 or 1,
+        the same each time, so that a backward can draw it again. Return None without dropout.
         """
         core = self.core
         if not self.dropout:

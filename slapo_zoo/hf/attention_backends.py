@@ -61,8 +61,8 @@ def _xformers(
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
     position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Run memory_efficient_attention of xFormers; the arguments are those of transformers' attention functions. q is [B,
-    H, S, d], k and v [B, K, T, d]. Unmeasured: it needs a CUDA device and the package.
+    """Return (output [B, S, H, d], None) of xFormers' memory_efficient_attention for q [B, H, S, d], k, v [B, K, T, d];
+    `dropout` is ignored, since such calls are refused before. Unmeasured: it needs a CUDA device and the package.
     """
     from xformers import ops  # pyright: ignore[reportMissingImports]
 
@@ -81,7 +81,9 @@ def _xformers(
 def _aligned_bias(
     q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """Return mask (causal if None and `causal`) + position bias, [B, H, S, T]; the stride of S is a multiple of 8."""
+    """Return mask + position bias [B, H, S, T], to add to scores; the stride of axis S is a multiple of 8. With
+    `causal`, a mask of None becomes a causal mask.
+    """
     (rows, heads, length, _), width = q.shape, k.shape[-2]
     bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
     if position_bias is not None:

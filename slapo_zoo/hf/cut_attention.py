@@ -67,9 +67,10 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` so that under cp > 1 it returns a mask for this cp rank's queries (under
-    Ulysses for the queries of all cp ranks) and the keys of all cp ranks; None where no mask is needed.
-    Rank r of the n cp ranks has s of the S = n * s queries and t of the n * t keys.
+    """Wrap `make`, a mask function of `transformers`, so that with cp > 1 its mask covers the keys of all cp ranks.
+
+    A model on rank r of the n cp ranks calls it for its own s queries and t keys. The result is the mask of these s
+    queries (under Ulysses of all S = n * s) for all n * t keys; None if `make` returns None for all queries and keys.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
@@ -99,8 +100,8 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    """Wrap a function that finds the sequences packed in a row, so that under cp > 1 its argument at index `argument`,
-    the position ids [B, s] of this rank's tokens, is all-gathered to [B, S] before the call.
+    """Wrap `function`, which finds the sequences packed in a row from position ids, its argument number `argument`
+    (from 0). In a step with cp > 1 the ids [B, s] of this rank's tokens are all-gathered to [B, S] before the call.
     """
 
     @wraps(function)

@@ -24,7 +24,7 @@ Shard = Callable[[TokenCut, dict[str, Tensor], dict[str, Any]], tuple[dict[str, 
 
 
 class Body:
-    """Hooks for `sharded()`: blocks compute this cp rank's tokens, and the output of the last one is all-gathered.
+    """Forward hooks, active in `sharded()`: blocks compute this cp rank's tokens, all-gathered after the last block.
 
     Args:
         model: a model of `transformers` with a head, on which the family's sharding rules were applied.
@@ -76,7 +76,9 @@ class Body:
                 self.run = None
 
     def _shard(self, module: nn.Module, args: tuple, given: dict[str, Any]) -> Any:
-        """Return, as a forward pre-hook, ((), arguments with this cp rank's tokens only); None outside of `sharded`."""
+        """Return, as a forward pre-hook, ((), keyword arguments with this cp rank's tokens only). Return None, which
+        changes nothing, outside of the context `self.sharded(...)`.
+        """
         if self.run is None:
             return None
         bound = signature(type(module).forward).bind_partial(module, *args).arguments
@@ -86,7 +88,9 @@ class Body:
         return (), self.run.begin(self.shard, batch)
 
     def _gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Return, as a forward hook, the output of the blocks' parent, its states [B, s, D] all-gathered to [B, S, D]."""
+        """Return, as a forward hook, the output of the blocks' parent with its states [B, s, D] all-gathered to
+        [B, S, D]; the output itself outside of the context `self.sharded(...)`.
+        """
         if self.run is None:
             return output
         first = output if isinstance(output, Tensor) else output[0]
@@ -97,7 +101,7 @@ class Body:
         return output
 
     def _gather_source(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Return, as a forward hook, a model's output with the encoder's states [B, s, D] all-gathered to [B, S, D]."""
+        """Return, as a forward hook of an encoder-decoder, its output with `encoder_last_hidden_state` all-gathered."""
         if self.run is not None and self.run.source:
             x = output.encoder_last_hidden_state
             output.encoder_last_hidden_state = self.run.cut.whole(x, 1).narrow(
@@ -117,10 +121,10 @@ def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
 
 
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `batch` with token ids and masks as short as what one cp rank's blocks get; only their lengths are valid.
+    """Return `batch` with token ids and masks shortened to the number of tokens that one cp rank's blocks get.
 
-    `state` is the state of a model's schedule. If `state.body` is None, `batch` has one cp rank's tokens already, and
-    is returned unchanged.
+    The result is for reading lengths; which tokens it holds means nothing. `state` is the state of a model's schedule.
+    If `state.body` is None, `batch` holds one cp rank's tokens already, and is returned unchanged.
     """
     n = 1 if state.body is None or cut is None else cut.n
     ids = {k: x for k, x in batch.items() if k.endswith(("input_ids", "mask")) and x is not None}

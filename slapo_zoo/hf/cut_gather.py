@@ -66,9 +66,9 @@ def _in_runs(
 
 @contextmanager
 def gathered(cut: TokenCut, k: Tensor, v: Tensor, groups: int = 1) -> Iterator[list[Tensor]]:
-    """Context that yields the keys and values [B, K * groups, n * t, d] of all n cp ranks, which autograd does not save.
-
-    `k` and `v` [B, K, t, d] are those of this rank's tokens; each of their heads is repeated `groups` times.
+    """Context that yields [keys, values] of all n cp ranks, each [B, K * groups, n * t, d]. Autograd does not save them
+    for the operations in the context: the backward gathers them again from `k` and `v` [B, K, t, d] of this rank's
+    tokens. Each head is repeated `groups` times.
     """
     whole = [repeated(cut.whole(x, 2), groups) for x in (k, v)]
     again = [partial(_gathered, cut, x.detach(), groups) for x in (k, v)]
@@ -89,7 +89,7 @@ def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context with `attention.num_key_value_groups` divided by `times`: KV heads have been repeated `times` times."""
+    """Context with `attention.num_key_value_groups` divided by `times`, as each KV head was repeated `times` times."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:
@@ -120,12 +120,10 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return `bias`, the position bias of a T5 layer `attention`, if it is None or for the `total` keys of all cp ranks.
+    """Return the position bias of a T5 layer `attention` for the `total` keys of all cp ranks, or None for no bias.
 
-    A layer that computes no bias passes zeros for this rank's keys, `own` in number: None is returned for these zeros.
-
-    Raises:
-        SlapoError: the bias is for another number of keys.
+    The result is `bias` unless this is for the `own` keys of this rank: a layer without a bias of its own makes zeros
+    for them, which become None. SlapoError is raised for a bias for any other number of keys.
     """
     if bias is None or bias.shape[-1] == total:
         return bias

@@ -72,7 +72,7 @@ class Scores:
             yield slice(start, min(start + q.shape[3], q.shape[2]))
 
     def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
-        """Return the index, in scores [.., s, T] of all keys, of queries `rows` and the keys k of cp rank `owner`."""
+        """Return the index, in scores [.., s, T] for all T keys, of queries `rows` and of keys k of cp rank `owner`."""
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 
     @property
@@ -81,7 +81,9 @@ class Scores:
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Pass keys and values x around the cp ranks; yield (owner, x of the owner, True if our queries may see its keys)."""
+        """Pass keys and values x around the cp ranks; yield for each rank, this one first: (its coordinate, its x,
+        False if its keys are all hidden from this rank's queries).
+        """
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
             owner = (self.cut.r - step) % self.cut.n

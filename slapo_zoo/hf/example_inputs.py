@@ -78,7 +78,7 @@ def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tenso
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels for the model's head: token ids or zeros; no labels if the head has no loss."""
+    """Return the batch with labels: its token ids for a head that predicts tokens, else zeros; none for no loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
@@ -176,7 +176,9 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Return random labels, one per row or per token, as `kind` says, a constant of `losses.heads`; some tokens have -100."""
+    """Return random labels, [B, S] or [B], for a `kind` of `losses.heads` (TOKEN, CLASS, ...). `ids` are the token ids.
+    Labels of tokens are -100 at padding; for TOKEN at some other tokens too, and for FLAG nowhere.
+    """
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < LABELLED
         return ids.masked_fill(~(some & mask.bool()), -100)

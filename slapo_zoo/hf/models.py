@@ -148,7 +148,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers made by `torch.tensor(number)` to meta; `given_numbers` returns the values."""
+    """Move parameters and buffers that `torch.tensor(number)` made to meta; keep their values for `given_numbers`."""
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()
@@ -257,14 +257,9 @@ def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
 
 
 def stays_wide(model: Any, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a tensor stays in fp32 in a model that computes in 16 bits: those of batch norms, and those whose
-    names match `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` of the model's class.
-
-    Args:
-        model: the whole model.
-        name: name of the tensor in the model.
-        module: module that holds the tensor.
-        dtype: dtype of the other tensors.
+    """Return whether the tensor `name` of `model`, held by `module`, stays in fp32 where the others are of `dtype`, a
+    16-bit type: tensors of batch norms do, and those whose names match `_keep_in_fp32_modules` (float16 only) or
+    `_keep_in_fp32_modules_strict` of the model's class.
     """
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or _is_listed(model, name, dtype)
 

@@ -60,7 +60,7 @@ def _deberta_positions(
 
 
 def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
-    """Return DeBERTa's bucket of each distance: the distance itself up to `mid`, logarithmic from there to `most`."""
+    """Return DeBERTa's bucket of each signed distance: up to `mid` the distance, logarithmic from there to `most`."""
     far = torch.where(distance.abs() < mid, mid - 1, distance.abs())
     whole = torch.log(torch.tensor((most - 1) / mid))  # on the CPU: a scalar needs no copy
     buckets = torch.ceil(torch.log(far / mid) / whole * (mid - 1)) + mid
@@ -68,8 +68,8 @@ def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
-    """Return (q, k, v) of a fused product, as FalconAttention._split_heads does, but by slices: torch would copy the index
-    [-1] of the original to the device.
+    """Return (q, k, v), each [B, S, heads, d], of the joint linear's output `fused`, as FalconAttention._split_heads
+    does, but by slices: torch would copy the index [-1] of the original to the device.
     """
     width = module.num_heads // module.num_kv_heads + 2
     grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)

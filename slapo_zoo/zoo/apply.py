@@ -33,9 +33,8 @@ KEEP, RECOMPUTE = "keep", "recompute"
 
 
 def block_paths(sch: Schedule, table: Table) -> list[str]:
-    """Return the paths of the repeated blocks of a model, in order; [] if the table names no blocks.
-
-    A table holds the sharding rules of a model family.
+    """Return the paths of the model's repeated blocks, in running order; [] if `table`, the family's sharding rules,
+    has no patterns of blocks. ScheduleError if the patterns match no module.
     """
     prefix = base_prefix(sch.model)
     if not table.blocks:
@@ -62,9 +61,9 @@ def apply_table(
 ) -> Schedule:
     """Apply the sharding rules of a family to the model of the schedule `sch`; return `sch`, which records the changes.
 
-    Besides tensor and sequence parallelism this sets random streams, kernels, recomputation and pipeline cuts. Rules
-    whose pattern matches no module of this head class are skipped, and so are shards of a tensor that the module does
-    not have (a Linear without bias).
+    The changes are tensor and sequence parallelism, dropout that drops the same elements on every mesh, kernels,
+    recomputation and pipeline cuts. A rule is skipped if its pattern matches no module of this model (the rules serve
+    all head classes of the family); so is the sharding of a tensor that a module lacks (a Linear without bias).
 
     Args:
         sch: schedule of a model on the meta device to which nothing was applied yet.
@@ -232,10 +231,10 @@ def _applicable(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
-    """Return (path of a block, index of its call in a forward) for every block after which a pipeline stage ends.
+    """Return (path of a block, index of its call) for each call of a block after which a pipeline stage ends, in order.
 
-    Stages are balanced by estimated cost, which includes embeddings, heads and the loss. Raises MeshError for more
-    stages than blocks.
+    The index is 0 unless a forward calls one block several times (ALBERT). Stages are balanced by the estimated cost of
+    blocks, embeddings, heads and loss. Raises MeshError for more stages than calls of blocks.
     """
     blocks = block_paths(sch, table)
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
@@ -253,8 +252,8 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the estimated operations of a training step in each unit: a block, embedding or head, whose path is in
-    `units`. If the forward fails on fake tensors, or runs fewer than `num_stages` - 1 of the `blocks`, the cost of a
+    """Return the cost of each call of a block, embedding or head (paths: `units`) in running order, in floating-point
+    operations. If a forward on fake tensors fails, or runs fewer than `num_stages` - 1 of the `blocks`, the cost of a
     unit is its number of weights.
     """
     try:

@@ -117,7 +117,7 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the requested device. For None, return this rank's GPU, or the CPU if there is no GPU, or only gloo is used."""
+    """Return the device. None becomes this rank's GPU, or the CPU if there is no GPU or the process group uses gloo."""
     takes_gpu = torch.cuda.is_available()
     if takes_gpu and dist.is_initialized() and (takes_gpu := is_for_gpus()):
         _use_own_gpu()
@@ -245,7 +245,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Request config.json of a Hub model once, so that a network error is raised at once; `transformers` would retry."""
+    """Request config.json of a Hub model to raise a network error (OSError) at once; `transformers` would try again."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError
@@ -263,8 +263,9 @@ OF_FAMILIES = HEADS[:3]  # heads for a bare family name; published cards are for
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return the name of the auto class with which to load a model: `head` if it is given; None if the config names the
-    class; else "AutoModelFor" + the first of `heads` ("CausalLM", ...) whose class for this config has a loss, or None.
+    """Return the name of the auto class with which to load a model: `head` if it is given; None if the config names its
+    model class. Otherwise the name is "AutoModelFor" + the first of `heads` ("CausalLM", ...) with which this config
+    has a class that computes a loss; None if no head has one.
     """
     import transformers
 

@@ -54,9 +54,7 @@ def device_name(device: torch.device | str) -> str:
 
 def asked_names(asked: Any) -> list[str] | None:
     """Return the kernel names in a value `asked` of `kernels=`: None for "auto" and "measure", [] for "reference".
-
-    Raises:
-        ScheduleError: an unknown name; the error lists all names.
+    ScheduleError, which lists all names, is raised for an unknown name.
     """
     if asked in ("auto", "measure"):
         return None
@@ -113,7 +111,7 @@ def choose(
 
 
 def _paths_by_pattern(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Return {path pattern: paths of the modules that a kernel can replace}, one pattern for each class of module."""
+    """Return {pattern of a class, e.g. "**:GPT2MLP", or path of a module: paths that the kernel can replace there}."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}
@@ -155,7 +153,7 @@ def _dtype(sch: Schedule) -> torch.dtype:
 
 
 def _size(config: Any, kernel: Kernel) -> int:
-    """Return the size by which a kernel's measurements are looked up: width of a model, or size of an attention head."""
+    """Return the size by which a kernel's measurements are looked up: head size for attentions, else hidden size."""
     width = getattr(config, "hidden_size", None) or 1024
     if not any(name.endswith("Attention") for name in kernel.serves):
         return width
@@ -167,8 +165,8 @@ def _size(config: Any, kernel: Kernel) -> int:
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
     """Return `choices`, with a kernel rejected if all its modules lie inside modules that another accepted kernel replaces.
 
-    A kernel inside might never run. Outer kernels that call the children (`runs_inside`) do not reject, and kernels of
-    linears (`innermost`), which every outer kernel calls, are not rejected.
+    The inner kernel might never run. Two fields of a kernel make exceptions: one with `runs_inside` calls the modules
+    inside and rejects no kernel; one with `innermost` is for linears, which outer kernels call, and is not rejected.
     """
     hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
     served = {path: c for c in hiding for path in sch[c.pattern].paths}

@@ -101,7 +101,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Return sharding and gradient sums of each tensor; `whole` is {tensor name: its unsharded shape and dtype}."""
+        """Return how each tensor is sharded and its gradient summed; `whole` is {name: its unsharded shape, dtype}."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         if added := sorted(parameters - whole.keys()):
             problem = "a directive added this parameter, for which neither checkpoints nor the config have values"
@@ -129,7 +129,7 @@ class Outline:
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
     def _apply(self, options: BuildOptions) -> None:
-        """Apply `options.schedule`, the module changes that the user passed; MeshError for a wrong number of stages."""
+        """Apply `options.schedule`, the user's module changes; MeshError if pp ranks need another number of stages."""
         schedule = options.schedule
         if kind_of(schedule) in ("card", "function"):
             schedule(self.schedule)

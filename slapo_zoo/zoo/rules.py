@@ -49,7 +49,7 @@ def column(
     Args:
         axis: output axis of the weight.
         unit: name of the number of neighbouring outputs that stay on one rank, e.g. "head_dim"; "" is 1.
-        groups: names of the sizes of consecutive parts, each of which is sharded by itself (q|k|v).
+        groups: names of the sizes of consecutive slices of the outputs (q|k|v); every rank gets a shard of each slice.
         together: name of the number of query heads per KV head; with groups, the first group holds the queries.
         kv: True if the outputs are KV heads: with fewer heads than ranks, neighbouring ranks hold the same head.
         shared: name of the number of last outputs that all ranks use (k and v of the only KV head); "" for none.
@@ -81,7 +81,7 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     attributes that count heads or columns become those of this rank.
 
     `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
-    `attributes` are (name, "") for a count of heads, (name, "head_dim") for a count of columns, head_dim for each head.
+    `attributes` are (attribute, "") if it counts heads; if it counts columns, (attribute, name of "columns per head").
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
@@ -104,8 +104,8 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
 
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
-    """Return the sharding rule that slices a forward argument, with all heads along `axis`, to this rank's heads.
-    `num_heads` is the name, in the family's table, of the number of heads.
+    """Return the sharding rule that slices `argument`, an argument of the module's forward that holds all heads along
+    `axis`, to this rank's heads. `num_heads` is the name of the number of heads in the family's table of sizes.
     """
     return (ShardArgument(argument, _dim(num_heads), axis),)
 

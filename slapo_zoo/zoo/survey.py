@@ -52,10 +52,7 @@ class Survey:
 def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
     """Return shapes, parameters and collectives of every rank of a mesh for a scheduled model on meta, `outline`.
 
-    Args:
-        outline: the scheduled model on the meta device, of any rank.
-        batch_size: rows of a micro-batch.
-        seq_len: tokens of a row.
+    `outline` may be of any rank. The collectives are those for a micro-batch of `batch_size` rows of `seq_len` tokens.
     """
     mesh = outline.mesh
     parameters = {name for name, _ in outline.skeleton.named_parameters()}

@@ -40,23 +40,21 @@ class Table:
         calls: config attribute with the number of times that a block with shared weights runs (ALBERT).
         seam: True if the family's attention goes through transformers' AttentionInterface.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
-        num_tokens: function that gets the config, and for images their (height, width), and returns the tokens of a
-            non-text input.
+        num_tokens: function that gets the config, and for images their (height, width), and returns the number of
+            tokens that the model makes of an input other than text; None for text.
         renames: (part of a key in files, part of a name in the model) where the two differ.
         pieces: rules for tensors that the family's files hold in several parts (experts).
-        whole_batch: options (of config or forward) with which the loss is no mean over rows, so that a batch cannot
-            be split.
+        whole_batch: options (of config or forward) with which the loss is no mean over rows: no batch may be split.
         tunable: option of the loader --> values that a tuner may try; `attention` lists all back ends of the family.
         shifts_labels: True if the loss compares each token with the next label; None: the class name says it.
-        undivided: names of model classes whose loss is no mean over rows, so that a batch cannot be split; True for
-            all classes.
+        undivided: model classes whose loss is no mean over rows, so that no batch may be split; True: all classes.
         batch_statistics: True if micro-batches change the result (BatchNorm), so that their number must be given.
         defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
         cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them,
             a name in `model/step/cut_batch.py`; any other class is refused.
-        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when:
-            "sp": only under sequence parallelism; "pp": with pp > 1 and not with tp; the name of another
-            config attribute: only if that one is set.
+        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when: "sp": only
+            under sequence parallelism; "pp" or "cp": with that size > 1, not with tp; another config attribute: only
+            if it is set.
     """
 
     model_type: str
@@ -107,7 +105,7 @@ class Table:
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
-        """Return the rules as a `tp_plan` of transformers, {pattern: style}; ArchitectureError if a rule has no style."""
+        """Return the rules as transformers' tp plan, {pattern: style}; ArchitectureError if no style fits a rule."""
         from slapo_zoo.zoo.tp_plan import tp_plan
 
         return tp_plan(self, model)

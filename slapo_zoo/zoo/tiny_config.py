@@ -41,13 +41,12 @@ DROPS = re.compile(r"drop|noise|jitter")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Upper bounds of a tiny model's sizes.
+    """Upper bounds of a tiny model's sizes: heads, head size, layers, vocabulary, image and patch side in pixels, ...
 
     Args:
         widths: how widths shrink: "rounded" (to whole heads), "halved" (by powers of 2) or "kept" (not at all).
         window: tokens of an attention window.
-        ranks: number of tp ranks: sizes that are uneven, padded or replicated over that many ranks stay so; 0
-            ignores ranks.
+        ranks: number of tp ranks, over which uneven, padded or replicated sizes stay so; 0 ignores ranks.
     """
 
     heads: int = 4
@@ -63,7 +62,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return bounds by which tp ranks share the heads as unevenly as in config fields `own`; `self` for 0 ranks."""
+        """Return bounds whose heads tp ranks share as unevenly as those of config fields `own`; `self` for 0 ranks."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)
@@ -83,10 +82,10 @@ class Sizes:
 
 
 def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
-    """Return a small number of query heads, which `ranks` ranks share as unevenly as the largest number in `heads`.
+    """Return a small number of query heads that has the same remainder modulo `ranks` as the largest number in `heads`.
 
-    The remainder over ranks stays the same, so do the query heads per KV head, and whether there are fewer KV heads than
-    ranks. `heads` are the config's numbers of query heads, `kv_heads` those of KV heads, [] if heads are not grouped.
+    The query heads per KV head stay the same, and so does whether there are fewer KV heads than ranks. `heads` are
+    the config's numbers of query heads, `kv_heads` those of KV heads, [] if each query head has its own.
     """
     most = max(heads, default=0)
     kv = min(kv_heads, default=most)
@@ -203,8 +202,8 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Return {layer type: shrunken fields} of a config with fields per layer (Gemma 4); take these
-    fields out of `config`. `rules` say how fields shrink.
+    """Return {layer type: {field: shrunken value}} of a config with fields per layer (Gemma 4), {} for others; set
+    `config.per_layer_config` to None. `rules` say how fields shrink.
     """
     if not getattr(config, "is_heterogeneous", False):
         return {}

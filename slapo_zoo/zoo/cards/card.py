@@ -27,7 +27,8 @@ class Card:
         program: the schedule as data, stored in schedule.json.
         mesh: sizes of tp, pp and dp that the schedule was made for, by name; and of cp, if it was used.
         base_model: Hub id of the checkpoint; the model family if the card is for no single checkpoint.
-        verify: verdict and figures of the comparison with the plain model, or {"verdict": "unmeasured"}.
+        verify: report of `verify_card`, which compares loss and gradients with the plain model's; {"verdict":
+            "verified", ...} if they agree, {"verdict": "unmeasured"} before a comparison.
         bench: name of a measure, e.g. "tokens_per_s" --> measured value, or "unmeasured".
         tuning: device name --> results of `slapo-zoo tune`; "simulated" --> mesh sizes and options simulated as fastest.
         software: package name --> version that the card was made with.

@@ -84,7 +84,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
 
 def _check_sizes(pinned: Reference, names: list[str]) -> None:
-    """Raise CardError if a file with one of `names`, in the repository at commit `pinned`, is too large to download."""
+    """Raise CardError if a file with one of `names`, in the repository at commit `pinned`, is larger than 1 MiB."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():  # offline, only the cache is read

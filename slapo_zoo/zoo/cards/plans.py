@@ -110,7 +110,7 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
 
 
 def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str, Any] | None:
-    """Return the fastest measured arguments of `from_pretrained` in a `tuning.json`; None without a match.
+    """Return the arguments of `from_pretrained` with the most measured rows/s in a `tuning.json`; None without a match.
 
     Args:
         tuned: results of `slapo-zoo tune --card` on one device: setting (model, dtype, row length, ...) --> measurements.

@@ -75,7 +75,7 @@ class Program:
         return "sha256:" + hashlib.sha256(strict_json.canonical(self.document())).hexdigest()
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
-        """Return the schedule's directives (changes of modules) for one model and mesh, with all formulas evaluated.
+        """Return (pattern of module paths, directive) for each change of modules, all formulas evaluated for one model.
 
         Args:
             config: `transformers` config of the model; only its integer fields are read.
@@ -102,8 +102,8 @@ class Program:
         return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
 
     def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:
-        """Return the schedule's directives (changes of modules), with each formula replaced by `value_of(formula)`.
-        CardError, which names the file `where`, is raised for an invalid directive.
+        """Return (pattern of module paths, directive) for each change of modules, each formula replaced by
+        `value_of(formula)`. CardError for an invalid directive begins with `where`.
         """
         steps = [[p, n, _mapped(arguments, value_of)] for p, n, arguments in self.steps]
         try:
@@ -164,7 +164,7 @@ def _mapped(arguments: Mapping[str, Any], value_of: Callable[[str], Any]) -> dic
 
 
 def _check(document: Any, where: str) -> None:
-    """Raise CardError, which names file `where` and key, if a document does not match the schema of schedule.json."""
+    """Raise CardError, which names the file `where` and a key, if a document violates the schema of schedule.json."""
     error = next(validator().iter_errors(document), None)
     while error is not None and error.context:
         error = error.context[0]

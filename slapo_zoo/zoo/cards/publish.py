@@ -45,8 +45,7 @@ def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: 
     Args:
         mesh: mesh of the ranks, all of which call this function.
         make: function that returns the card; called on rank 0 alone.
-        place: folder, or Hub repository org/name; a text is a folder if it begins with `.`, `/` or
-            `~`, or if the folder exists.
+        place: folder, or Hub repository org/name; a text that begins with `.`, `/`, `~` or names a folder is a folder.
         options: further arguments of `hub.push`; refused if `place` is a folder.
     """
 

@@ -19,7 +19,7 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 
     Args:
         metadata: entries of the YAML block at the start.
-        values: variables of the template, by name.
+        values: variable of the template (`hub_cards/template.md`), e.g. "title" --> value; see `Card.page`.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

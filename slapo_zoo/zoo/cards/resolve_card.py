@@ -39,7 +39,7 @@ def load_card(name: str) -> Card:
 
 
 def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
-    """Return the changes that a published schedule makes to a user's own nn.Module; class, shapes and mesh are checked.
+    """Return (pattern of module paths, directive) for each change that a published schedule makes to an nn.Module.
 
     Args:
         name: card folder, or Hub reference org/name@revision.
@@ -65,8 +65,8 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
 
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
-    """Return the directives (changes of modules) in a .json file of `Schedule.to_json`; None if `name` is no such file.
-    Rank 0 of `mesh` reads the file for all ranks. The file fits one mesh only, but does not say which.
+    """Return (pattern of module paths, directive) for each change of modules in a .json file of `Schedule.to_json`;
+    None if `name` is no such file. Rank 0 reads it for all ranks. It fits one mesh only, but does not say which.
     """
     if not name.endswith(".json"):
         return None

@@ -45,8 +45,8 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Yield the errors of `instance`, a directive in schedule.json, from the schema in `rules` for the directive's
-        primitive. This replaces jsonschema's `allOf`, which takes the same arguments and tries all schemas, slowly.
+        """Yield the errors of `instance`, a directive in schedule.json, by that schema in `rules` which describes its
+        primitive. jsonschema calls this for the keyword "allOf"; its own function tries all schemas, which is slow.
         """
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:

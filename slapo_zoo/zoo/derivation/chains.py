@@ -22,7 +22,7 @@ LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "
 
 @dataclass
 class Chains:
-    """Record of which tensors hold output columns of which linears during one forward.
+    """Record of one forward: to which linears, dropouts and other operations the output columns of each linear pass.
 
     Args:
         feeds: path of a linear --> the linears whose columns were its input.
@@ -38,8 +38,8 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record which linears made the columns of `args`, the arguments with which the module at `path` will be
-        called, if that module is a dropout or (`linear` is True) a linear.
+        """Record, before a call of a dropout or linear at `path`, which linears made the columns of its arguments.
+        `linear` is True for a linear; for a module that is neither, nothing is recorded.
         """
         held = self._columns(args)
         if linear:

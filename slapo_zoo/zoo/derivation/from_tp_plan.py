@@ -174,8 +174,8 @@ def _plan_rows(
 
 
 def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
-    """Return the sharding rule for `style`, which the tp plan gives to the linear or norm at path
-    `pattern`. `name` is the pattern's last part; `heads` is True if the parent module is an attention.
+    """Return the sharding rule for `style`, which the tp plan gives to the linear or norm at `pattern`; `name` is the
+    pattern's last part, `heads` is True if the parent is an attention. ArchitectureError for a style without a rule.
     """
     unit, together = ("head_dim", "per_kv") if heads else ("", "")
     rules = {

@@ -58,7 +58,7 @@ def _rows(rows: Any, per_rank: Mapping[str, str], used: set[str]) -> Iterator[st
 def rule_source(rule: Rule, used: set[str]) -> str:
     """Return the Python source of a sharding rule: a call of a function of `rules`, or else a tuple of directives.
 
-    The names that the source needs are added to `used`.
+    The names that the source must import are added to `used`.
     """
     for name in NAMED:
         if rule == getattr(rules, name):
@@ -78,7 +78,7 @@ def rule_source(rule: Rule, used: set[str]) -> str:
 
 
 def _calls(rule: Rule) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name of a function of `slapo_zoo.zoo.rules`, its arguments) for each call that may return `rule`."""
+    """Yield (function name in `slapo_zoo.zoo.rules`, its arguments) for each call to try, since it may make `rule`."""
     first = rule[0] if rule else None
     if isinstance(first, Shard):
         unit, together = _name(first.unit), _name(first.together)

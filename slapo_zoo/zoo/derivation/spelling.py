@@ -25,7 +25,7 @@ class Spelling:
 
 
 def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Spelling:
-    """Find the rules that turn the keys of checkpoint files into the names of the model's tensors.
+    """Find, by tensors with equal bits, the rules that turn keys of checkpoint files into names of a model's tensors.
 
     Args:
         files: key --> tensor, of all files.
@@ -114,8 +114,8 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield (part, n) for each way in which files may store a tensor: n equal slices along axis 0 of `part`, which is the
-    tensor, or the slice tensor[0] of expert 0 if the files store each expert by itself.
+    """Yield (part, n) for each way in which files may store a tensor: as n (1 to 3) equal slices of axis 0 of `part`.
+    `part` is the tensor or, if the files store each expert under keys of its own, tensor[0], which is expert 0.
     """
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
@@ -126,8 +126,8 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
-    The rule holds the end of the name and of each key: all dotted parts after their common beginning, and the last
-    common part unless it is a number. If `numbered`, the first 0 in a key's end is an expert's index, and becomes {}.
+    The rule maps the end of `name` to the ends of `keys`: their dotted parts after the common beginning, and the last
+    common part unless it is a number. If `numbered`, the keys are those of expert 0: the first 0 in an end becomes {}.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

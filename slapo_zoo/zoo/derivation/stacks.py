@@ -49,7 +49,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of the blocks in a list `module` at `path`: "path.*", or "path.*.layers.*" for a list of stages."""
+    """Yield the pattern of the blocks in a list: "path.*", or "path.*.layers.*" if its items hold lists of blocks."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]
@@ -62,7 +62,7 @@ def _deepest(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether a module is a list of layers of one class."""
+    """Return whether a module is an nn.ModuleList or nn.Sequential whose children are all of one class."""
     kinds = {type(child) for child in module.children()}
     names = all(name.isdigit() for name, _ in module.named_children())
     return isinstance(module, nn.ModuleList | nn.Sequential) and names and len(kinds) == 1

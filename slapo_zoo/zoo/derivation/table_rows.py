@@ -37,7 +37,7 @@ synced: Rule = (SyncBatchNorm(),)
 
 @dataclass
 class Group:
-    """Modules, the same in all blocks, that are sharded together or not at all, with their sharding rules.
+    """Modules (e.g. the linears of a feed-forward, in all blocks) of which tp shards all or none, with their rules.
 
     Args:
         name: name of the group: the path pattern of one of its modules.
@@ -61,7 +61,7 @@ def output_axis(module: nn.Module) -> int | None:
 
 
 class Modules:
-    """Modules of a model on meta, grouped by path pattern (layers.*.mlp), and a record of a tiny model's forward."""
+    """Modules of a model on meta, grouped by path pattern (layers.*.fc), with the observed forward of a tiny model."""
 
     def __init__(self, model: Any, seen: Observation):
         self.model, self.seen = model, seen
@@ -89,7 +89,7 @@ class Modules:
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
-        """Return whether only the modules whose paths match `pattern` use the parameters of these modules."""
+        """Return whether no other module read the parameters of the modules at `pattern` in the recorded forward."""
         path = pattern.partition(":")[0]
         names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
         return not self.foreign.intersection(names)
@@ -267,11 +267,11 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule by which the dropout at `path` drops the same elements as without tp from its input, the sharded
+    """Return the rule by which the dropout at `path` drops the same elements as without tp from its sharded input, the
     output of the linears `makers`.
 
-    The dropout may drop other tensors too. If one of `makers` has the same parent module, the rule applies to calls
-    after that linear; otherwise to calls whose input has `width` columns.
+    The dropout may also get unsharded tensors. If one of `makers` has the same parent module, the input of the call
+    after that linear is sharded; otherwise each input with fewer columns than the unsharded `width`.
     """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
@@ -293,7 +293,9 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards each module at `pattern` by itself; `whole` (replicated) if it cannot be sharded."""
+    """Return the rule that shards each module at `pattern` alone, without a row-parallel partner layer, e.g. a column-
+    parallel linear with a gathered output. The rule is `whole` (replicated) for a module that cannot be sharded so.
+    """
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
