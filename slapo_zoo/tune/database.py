@@ -1,4 +1,4 @@
-"""Results of a tuning search in a JSON-lines file: appended and synced one by one, so a killed run loses none."""
+"""Results of a tuning search in a JSON-lines file: each is appended and fsynced at once, so a killed run loses none."""
 
 import fcntl
 import json
@@ -91,7 +91,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """Return the database key of a configuration `point` ({option: value}) timed over `steps` steps (None: unknown)."""
+        """Return the database key of the configuration `point` ({option: value}), timed over `steps` training steps."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

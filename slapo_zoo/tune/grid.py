@@ -61,11 +61,11 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a bool mask [points]: True where batch and kept activations are at least those of points[small], all else equal."""
+        """Return a mask [points]: True where rows >= and recomputation <= those of points[small], all else equal."""
         return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a bool mask [points]: True where batch and kept activations are at most those of points[large], all else equal."""
+        """Return a mask [points]: True where rows <= and recomputation >= those of points[large], all else equal."""
         return self._against(large, -1)
 
     def _against(self, number: int, sign: int) -> np.ndarray:

@@ -31,8 +31,8 @@ class Outcome:
     """Throughput and memory of one configuration, or why it failed.
 
     Args:
-        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (the loss differs from that of one rank with
-            reference kernels) or "slow" (the throughput of a first, short measurement is low; no full one followed).
+        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (the loss differs, beyond rounding, from that
+            of one rank with reference kernels) or "slow" (low throughput in a first, short measurement; no full one).
         throughput: rows per second; 0.0 where nothing was measured.
         peak_memory: bytes of the rank that used most; 0 where unknown.
         steps: number of training steps that were timed.
@@ -77,7 +77,7 @@ def run_trial(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> Outcome:
     """Run the command of a tuning measurement in a new session; return the outcome that the command wrote as JSON into
-    the file named by the variable SLAPO_ZOO_RESULT, or else an outcome that says how the command failed.
+    the file that the environment variable SLAPO_ZOO_RESULT names, or else an outcome that says how it failed.
 
     Args:
         command: program and arguments; no shell.

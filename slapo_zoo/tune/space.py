@@ -171,7 +171,7 @@ class Space:
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return all configurations (`arguments`: see `Space.points`); SpaceError for none or over MOST_POINTS (200,000)."""
+        """Return the list of `Space.points(*arguments)`; raise SpaceError for none or over MOST_POINTS (200,000)."""
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)
@@ -185,7 +185,7 @@ class Space:
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
-        """Log every configuration of the space and their number; the arguments are those of `Space.points`."""
+        """Log all configurations and their number; `update_space_fn(training_script_args, space)` creates symbols."""
         from slapo_zoo.parallel.rng.seeds import get_logger
 
         say, count = get_logger("slapo_zoo").info, 0

@@ -181,9 +181,8 @@ class Model:
 
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
         """Return the number of the configuration to measure next, one of `left` (those not measured yet): `self.start`,
-        then a few that show memory use, then the one of largest expected gain; None if that gain is too small.
-
-        `known` maps the numbers of measured configurations to their outcomes.
+        then a few that show memory use, then that of the largest expected gain in throughput. None if `left` is empty,
+        or after 17 measurements if that gain is below 0.05 %. `known` maps measured numbers to their outcomes.
         """
         if not left:
             return None

@@ -1,4 +1,4 @@
-"""Worker process of the tuner: build a model in one configuration, check its loss, time its training steps."""
+"""Worker process of the tuner: build a model in one configuration, compare its loss with one rank's, time its steps."""
 
 import json
 import math
@@ -81,7 +81,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Return the outcome of a job on this rank: limit its memory, compare its loss with `job.probe`, time its steps."""
+    """Return the rank's outcome: limit its memory, compare its loss with `job.probe` (kind "wrong"), time its steps."""
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:
@@ -99,7 +99,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Return how `loss`, on the probe batch, differs from `job.probe`, the expected loss, as text; "" if both agree."""
+    """Return as text that `loss` is not finite, or off from `job.probe` by over 0.1 % (bf16: 5 %); else ""."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:
@@ -162,7 +162,7 @@ def run(job: Job) -> Outcome:
 
 
 def main() -> None:
-    """Run the job given as JSON in argv[1]; write its outcome to the file that the variable SLAPO_ZOO_RESULT names."""
+    """Run the job in argv[1] (JSON); write its outcome to the file of the environment variable SLAPO_ZOO_RESULT."""
     outcome = run(Job(**json.loads(sys.argv[1])))
     path = Path(os.environ[RESULT])
     path.with_suffix(".part").write_text(json.dumps(vars(outcome)))

@@ -126,7 +126,7 @@ def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
 class Workers:
     """Callable (configuration, steps) --> Outcome that measures configurations in fresh processes.
 
-    The outcome is "wrong" if the loss is not that of one rank with `kernels="reference"`, which is measured first.
+    The outcome is "wrong" if the loss differs, beyond rounding, from that of one rank with `kernels="reference"`.
 
     Args:
         job: request for one measurement; each measurement replaces its configuration, steps and expected loss.

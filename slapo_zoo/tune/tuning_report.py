@@ -1,4 +1,4 @@
-"""Reports of a tuning search: progress lines, a table, JSON, CSV, plots, and the entry in a card's `tuning.json`."""
+"""Reports of a tuning search: lines, a table, JSON, CSV, plots, and `tuning.json` of a published schedule (a card)."""
 
 import csv
 import json

@@ -140,7 +140,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Return an uninitialised parameter on `device` like `tensor` on meta; under ZeRO (`over_dp`) only this rank's rows."""
+    """Return an empty parameter on `device` like `tensor` on meta; with `over_dp` (ZeRO) this rank's rows only."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)

@@ -111,9 +111,9 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def _set_by_parent(model: Any, name: str) -> None:
-    """Run the initialisers of the modules around a NaN buffer, innermost first, until one sets it (Falcon-H1's scales).
+    """Call `_init_weights` for modules around a NaN buffer, innermost first, until one sets it (Falcon-H1's scales).
 
-    `name` is the name of the buffer in the model; a buffer that none of them sets stays NaN.
+    `name` is the name of the buffer in the model; a buffer that no call sets stays NaN.
     """
     path = name.rpartition(".")[0]
     while path and model.get_buffer(name).isnan().any():

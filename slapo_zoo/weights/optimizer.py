@@ -37,14 +37,14 @@ class Several:
         self.state = {p: s for one in self.each for p, s in getattr(one, "state", {}).items()}
 
     def give_state(self) -> None:
-        """Replace the state of each optimizer by its parameters' entries in the attribute `state`, {parameter: its state}."""
+        """Replace each optimizer's state by the entries of its parameters in `self.state` ({parameter: its state})."""
         for one in self.each:
             own = {p for group in one.param_groups for p in group["params"]}
             one.state.clear()
             one.state.update({p: kept for p, kept in self.state.items() if p in own})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {index of a scheduler as text: its state_dict}; the state of optimizers is in the attribute `state`."""
+        """Return {index as text: state_dict} of several schedulers; for optimizers `collect` reads `self.state`."""
         return {str(i): one.state_dict() for i, one in enumerate(self.each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,8 +231,8 @@ class Restored:
             raise WeightsError(LOAD, min(unused), problem, SAME_GROUPS)
 
     def _prepare(self, name: str, p: Tensor, spec: TensorSpec, on_device: bool) -> dict[str, Any]:
-        """Return the state of parameter `p`, with empty tensors to fill. If `on_device` is True, numbers (the step) are
-        tensors on the device of `p`, where torch's fused and capturable optimizers read them.
+        """Return the saved state of parameter `p`, with empty tensors that are added to `targets`; `spec` has the shape
+        of `p`. If `on_device`, numbers (the step) go to the device of `p`: fused and capturable optimizers need that.
         """
         state = {}
         for key, kept in self.record["state"][name].items():

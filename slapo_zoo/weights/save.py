@@ -64,7 +64,7 @@ def save_folder(
         write_extras: called on rank 0 with the temporary folder; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
-        beside: beginning of file names --> specs of further tensors for these files: {"optimizer": specs}.
+        beside: specs of further tensors, in files of their own, by the beginning of their names: {"optimizer": specs}.
         stem: beginning of the file names for `specs`.
         stamp: text that identifies the content of `write_extras`, for the id of the save that every file
             carries (see checksums.py).
@@ -116,7 +116,7 @@ class _Save:
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
-        """Plan the files and check this rank's tensors; return a digest of the plan, which must be equal on all ranks."""
+        """Plan the files, check shape, dtype and NaN of local tensors; return the plan's digest, equal on all ranks."""
         self.target = _resolved(self.target)
         self.staging = Staging(self.target, replaced=self.replaced)
         for stem, specs in self.sets.items():
@@ -154,7 +154,7 @@ class _Save:
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
-        """Complete the save on rank 0: write index, config etc. (`write_extras`) and checksums, check all files, publish
+        """Complete the save on rank 0: write index, config etc. (`write_extras`), checksums; reread headers; publish
         the folder. `written`: bytes and checksums of each rank; the save's id depends on the text `stamp` too.
         """
         if self.mesh.rank != 0:
@@ -177,8 +177,8 @@ class _Save:
             self.staging.publish()
 
     def _beside_others(self, kept: Checksums) -> Checksums:
-        """Return the checksums to write: `kept`, those of this save. For a variant (`model.fp16`) beside other weights, return
-        the old checksums of the other weights, with the entries of `kept` for files without weights (config.json).
+        """Return `kept`, the checksums of this save. For a variant (`model.fp16`) in a folder with other weights,
+        return the folder's old checksums instead, updated by `kept` for files without weights (config.json).
         """
         old = None if self.replaced is WEIGHT_FILE else read_checksums(self.target)
         if old is None or all(self.replaced.fullmatch(name) for name in old.tensors):

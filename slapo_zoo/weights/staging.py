@@ -44,7 +44,7 @@ class Staging:
         self._lock = -1
 
     def create(self) -> None:
-        """Check that the target may be replaced, remove remains of killed saves, and create the temporary folder."""
+        """Raise WeightsError if `target` may not be replaced; delete killed saves' folders; create a temporary one."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.target.parent):  # else another save may delete it before its lock
             _sweep(self.target)

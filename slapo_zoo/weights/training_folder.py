@@ -74,7 +74,7 @@ class TrainingFolder(AbstractContextManager["TrainingFolder"]):
 def open_training(
     path: Path, with_optimizer: bool = True, allow_pickle: bool = False, needs_state: bool = True
 ) -> TrainingFolder:
-    """Open a training checkpoint and check everything but the values of tensors.
+    """Open a training checkpoint; check its headers, training state and save ids, but not the values of tensors.
 
     Args:
         path: folder that `save_checkpoint` wrote.

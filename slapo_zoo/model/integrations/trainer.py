@@ -43,7 +43,7 @@ class ScheduledTrainer(Trainer):
     `per_device_train_batch_size` counts the rows of a dp rank; ranks that differ only in tp, pp or cp read the
     same rows. With gradient accumulation the loss is the mean over all targets of a step, on all dp ranks.
     A `compute_loss` of your own, `compute_loss_func` and label smoothing get unsharded logits; they need pp=1.
-    If the model has `precision="fp16"`, its own loss and yours are scaled.
+    If the model has `precision="fp16"`, backwards multiply the loss, also yours, by its loss scale.
     This class can be combined with a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`;
     an adapter given as `peft_config=` is then sharded as by `model.add_adapter`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
@@ -83,8 +83,8 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
-        """Set this Trainer's names of inputs and labels, and `use_cache` in the config of each model that this process hosts,
-        if the model was loaded with `exact=`. Do nothing for other models: Trainer has set these values itself.
+        """Set this Trainer's names of inputs and labels, and `use_cache` in the config of each virtual rank's model, if
+        `model` was loaded with `exact=`. Do nothing for other models: Trainer has set these values itself.
         """
         if not is_exact(model):
             return
@@ -134,9 +134,9 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of their targets); the number is None for the model's own loss.
+        """Return (batches of one optimizer step, number of their targets: labels that count; None for the model's loss).
 
-        For that loss the number of targets of each loss term is stored, and the calls of `training_step` read it.
+        For the model's own loss this Trainer stores the number of targets per loss term, for `training_step`.
         """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
@@ -149,8 +149,8 @@ class ScheduledTrainer(Trainer):
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of the batch `inputs`; return the batch's share of the step's loss. `model` and
-        `num_items_in_batch` are used only with a loss of the user's own.
+        """Run forward and backward of the batch `inputs`; return a scalar whose sum over the step's batches is the
+        step's loss. `model` and `num_items_in_batch` are used only with a loss of the user's own.
         """
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -330,7 +330,7 @@ def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
 
 
 def _with_targets(step: Any, batch: Any, *given: Any, **options: Any) -> Any:
-    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if the argument `targets` is missing or
+    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if `targets` (label counts) is missing or
     None: without it gradients of accumulated batches would be added up, which `accelerator.backward` averages.
     """
     if options.get("targets", next(iter(given[2:]), None)) is None:  # the third after the batch

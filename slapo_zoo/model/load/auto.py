@@ -127,11 +127,11 @@ class AutoScheduledModel:
                 arguments that it recommends for this model and these devices hold unless they are passed. A Schedule,
                 its steps, or the .json file of its `to_json` is replayed. A function is called with the Schedule;
                 `extend(function)` applies "zoo" before it. "auto" is "zoo", or for a family without a table one that is
-                derived from its modules (and the TP plan of `transformers`) and first proven on a tiny model.
+                derived from its modules, and checked on a tiny model (outputs, loss, gradients) before use.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
                 zbv or dualpipev.
             stages_per_rank: stages on each rank in an interleaved order, at least 2.
-            auto_class: head class; None takes the checkpoint's own.
+            auto_class: model class or Auto class of `transformers`, or its name; None takes the checkpoint's class.
             dtype: dtype of the parameters; "auto" takes the checkpoint's.
             precision: "bf16" or "fp16": fp32 parameters, gradients and optimizer states, and 16 bits in forward and
                 backward; "bf16-pure": 16 bits everywhere; "fp32". None computes in the dtype of the parameters.

@@ -1,5 +1,5 @@
-"""The argument `schedule="auto"`: get derived and proven sharding rules (a table) from a cache, or from a process that
-derives and proves them."""
+"""The argument `schedule="auto"`: get sharding rules (a table) from a cache, or from a process that derives them from
+the model's modules and compares a tiny sharded model with the unsharded one."""
 
 import copy
 import hashlib
@@ -40,9 +40,9 @@ KNOBS = ("sequence_parallel", "pipeline_order", "stages_per_rank")  # what a pro
 def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
     """Return sharding rules (a `Table`) for a model whose family has none, the same on all ranks; a collective call.
 
-    The rules are derived from the model's modules and proven: a tiny sharded model equals the unsharded one. The
-    result is cached on disk; if the cache lacks it, rank 0 starts a process that derives and proves it. If no table
-    can be proven and tp = pp = cp = 1, the returned table shards nothing and forbids micro-batches.
+    The rules are derived from the model's modules and proven: a tiny sharded model has the outputs, loss and gradients
+    of the unsharded one, up to rounding. They are cached on disk; if the cache lacks them, rank 0 starts a process that
+    finds them. If no table can be proven and tp = pp = cp = 1, the result shards nothing and forbids micro-batches.
 
     Raises:
         SlapoError: no table can be proven; the module that prevents it is named.
@@ -131,9 +131,9 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[Any, ...], options: BuildOptions) -> Path:
-    """Return the path of the cache file that records the proof of this model's sharding rules.
+    """Return the path of the file that caches this model's derived sharding rules, or how cp shards its tokens.
 
-    The name of the file has a digest of code, config, sizes and versions. `cls` is the head class, `sizes` are
+    The name of the file has a digest of code, config, sizes and versions. `cls` is the model class, `sizes` are
     those of the mesh dims.
     """
     from huggingface_hub import constants

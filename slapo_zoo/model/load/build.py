@@ -1,4 +1,4 @@
-"""Schedules (directives) of any module (create_schedule, build), also as published cards (publish_card, apply_card)."""
+"""Schedules (changes that shard any module): create_schedule, build; published ones: publish_card, apply_card."""
 
 import copy
 import functools
@@ -67,13 +67,13 @@ def build(
 ) -> Any:
     """Return the runnable model of a schedule; if `target` names another engine than torch, (engine, optimizer).
 
-    A backward of the returned model sums over tp the gradients for which the directive `sum_gradient` or
-    `shard(replicate=True)` asks; a backward of `sch.model` before `build` does not. Over dp nothing is averaged.
+    A backward of the returned model sums over tp the gradients for which the schedule's `sum_gradient` or
+    `shard(replicate=True)` was called; a backward of `sch.model` before `build` does not. Over dp nothing is averaged.
 
     Args:
         sch: a schedule whose directives were applied.
         target: None or "torch" returns the model itself; "deepspeed" or "megatron" that engine around it.
-        init_weights: True, or a function as in `consolidate_model`, gives parameters on meta values; False gives none.
+        init_weights: fill parameters on meta by `_init_weights` (True) or a function (see `consolidate_model`), or not.
         **kwargs: options of the engine.
     """
     warn_of_missing_sums(sch)

@@ -168,13 +168,13 @@ class NotBuiltError(SlapoError, AttributeError):
 class ExactModel(Unwrapped, nn.Module):
     """Model loaded with `exact=`: it trains with the same bits on each mesh whose sizes divide those of a virtual mesh.
 
-    The ranks of the virtual mesh are threads. Each process runs an equal number of them, and holds their models (the
-    "hosted" ranks). Methods are collective calls of all processes; `parameters()` are those of all hosted ranks.
+    The ranks of the virtual mesh are threads. Each process runs an equal number of these virtual ranks, with a model
+    each. Methods are collective calls of all processes; `parameters()` are those of all virtual ranks of the process.
 
     Attributes:
         mesh: mesh of the processes.
         virtual: the virtual mesh, the largest on which the run can continue.
-        hosted: models of the hosted ranks.
+        hosted: models of the virtual ranks of this process.
     """
 
     def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Sequence[Any]):
@@ -196,8 +196,8 @@ class ExactModel(Unwrapped, nn.Module):
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 
     def __getattr__(self, name: str) -> Any:
-        """Return config, device or dtype of the first hosted rank's model; raise NotBuiltError for an attribute that only
-        models without `exact=` have, such as `generate`.
+        """Return config, device or dtype of the first virtual rank's model; raise NotBuiltError for an attribute that
+        only models without `exact=` have, such as `generate`.
         """
         models = self.__dict__.get("_modules", {}).get("hosted", ())
         if name in ("config", "device", "dtype") and models:
@@ -208,13 +208,13 @@ class ExactModel(Unwrapped, nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; `loss_function` and `input_check_interval` are set on the models of all hosted ranks, too."""
+        """Set an attribute; `loss_function` and `input_check_interval` are set on each virtual rank's model, too."""
         for model in self.hosted if name in ("loss_function", "input_check_interval") else ():
             setattr(model, name, value)
         super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an iterator of (name, parameter) of all hosted ranks; within a loss_fn only of the rank that runs it."""
+        """Return (name, parameter) pairs of all virtual ranks here; within a loss_fn only of the rank that runs it."""
         own: Any = self._of(dist.get_rank()) if runs_a_rank() else super()
         return own.named_parameters(*args, **kwargs)
 
@@ -267,10 +267,10 @@ class ExactModel(Unwrapped, nn.Module):
         """Step the parameters of each virtual rank in its thread; return (args, kwargs) with which `optimizer.step`
         steps the other parameters, or None if `optimizer.step` shall step all parameters itself.
 
-        In the caller's thread one CPU core would step all ranks, one after another.
+        A hook of `optimizer.step` calls this; in the caller's thread one CPU core would step all ranks in turn.
 
         Args:
-            optimizer: optimizer over the parameters of all hosted ranks.
+            optimizer: optimizer over the parameters of all virtual ranks of this process.
             args: positional arguments of its `step`, the optimizer first.
             kwargs: named arguments of its `step`.
 
@@ -306,12 +306,12 @@ class ExactModel(Unwrapped, nn.Module):
         return self.hosted[self._host.ranks.index(rank)]
 
     def train_step(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward as `Scheduled.train_step` does, which describes arguments and result (the loss).
+        """Run `Scheduled.train_step`; return the mean loss over all processes, or with `return_logits` the output.
 
         Args:
             batch: rows of this process; its virtual dp ranks (`virtual.dp / mesh.dp`) get equal slices, in order.
             *args: further arguments of `Scheduled.train_step`; each virtual rank splits its rows into `micro_batches`,
-                and `targets` counts the targets in the rows of this process.
+                and `targets` are numbers of labels in the rows of this process.
             **kwargs: the same by name.
         """
 
@@ -381,7 +381,7 @@ class ExactModel(Unwrapped, nn.Module):
             yield
 
     def step_digest(self) -> str:
-        """Return a SHA-256 of the last loss, the last gradient norm and all weights; equal runs have equal digests."""
+        """Return a SHA-256 of last loss, gradient norm and weights of all ranks; equal bits give equal digests."""
 
         def own(model: Any) -> str:
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

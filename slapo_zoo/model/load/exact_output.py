@@ -1,4 +1,4 @@
-"""Join outputs of a process's virtual ranks (threads, see `exact=`) to one output, whose backward runs in the threads.
+"""Join the outputs of a process's virtual ranks (with `exact=` a process runs several, one thread each) to one output.
 
 rewrite:  {rank: output}  -->  output of the process's rows;  d_output  -->  backward of each rank in its thread
 """
@@ -21,12 +21,12 @@ from slapo_zoo.parallel.ranks.emulation import HostedRanks
 def joined(
     outputs: Mapping[int, Any], host: HostedRanks, virtual: Mesh, after: Callable[[], None]
 ) -> Any:
-    """Return one output for this process from outputs of its virtual dp ranks: rows concatenated, scalars averaged.
+    """Return this process's output, made from those of its virtual dp ranks: rows concatenated, scalars averaged.
 
     Args:
-        outputs: index of a virtual rank of this process --> output of its model.
-        host: the threads of these ranks.
-        virtual: the virtual mesh.
+        outputs: index of a virtual rank (`exact=` runs several per process, one thread each) --> its model's output.
+        host: runs functions in the threads of these virtual ranks.
+        virtual: mesh of the virtual ranks of all processes.
         after: called when a backward through the output has ended.
     """
     leaves = {rank: tree_flatten(output) for rank, output in outputs.items()}
@@ -47,7 +47,7 @@ def joined(
 
 
 def computed(value: Any) -> Any:
-    """Return `value` with logits that are not computed yet, or sharded, replaced by plain unsharded tensors."""
+    """Return `value`, or a plain unsharded tensor for logits computed on demand or sharded over the vocabulary."""
     if isinstance(value, LogitsOnDemand):
         return value.tensor()
     return value.gathered() if isinstance(value, VocabLogits) else value

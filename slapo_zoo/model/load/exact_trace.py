@@ -1,4 +1,4 @@
-"""Record of a step's operations on each rank of the mesh `exact=`, to find the first in which two such runs differ.
+"""Record of a step's operations on each virtual rank (a thread, see `exact=`), to find where two runs first differ.
 
 with model.tracing() as mine:
     model.train_step(batch); model.clip_grad_norm_(1.0)
@@ -23,10 +23,10 @@ Row = tuple[str, str, str]
 
 
 class Recorder(TorchDispatchMode):
-    """Mode that records each operation of this thread with a digest of its results.
+    """Mode that records each operation of this thread (of a virtual rank, see `exact=`), with a digest of its results.
 
     Args:
-        model: the model of this thread's rank.
+        model: the model of the virtual rank that this thread runs.
         rows: list to which a row (operation, module, digest) is added for each operation.
     """
 

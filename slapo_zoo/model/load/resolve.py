@@ -38,7 +38,7 @@ def resolve_schedule(
 
     For a family without a table of sharding rules "auto" becomes a table derived and tested on a small model; with
     cp > 1 "zoo" or "auto" may become a table with rules for cp; a schedule of another kind stays. `auto_class` is the
-    head class (None: the checkpoint's); `trust` says if a card's code may run, and if the card is tested.
+    model class (None: the checkpoint's); `trust` says if a card's code may run, and if the card is tested.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit the model or the mesh.

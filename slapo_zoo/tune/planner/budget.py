@@ -1,4 +1,4 @@
-"""Choose an activation policy for each block, so that the activations of a rank stay within a budget."""
+"""Choose for each block to keep, recompute or offload activations, so that those of a rank stay within a budget."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def policies_within(
         budget: bytes of saved activations per rank.
         asked: the user's argument `activation_memory=` as text, for the error.
         config: config of the model.
-        auto_class: head class of the model.
+        auto_class: model class or Auto class of `transformers`, or its name; None: the class that `config` names.
         mesh: sizes of tp, pp and dp.
         options: other arguments of the loader, e.g. pipeline order, ZeRO stage and device.
         dtype: dtype of the parameters.

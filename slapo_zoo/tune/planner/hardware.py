@@ -79,7 +79,7 @@ class Hardware:
                 raise SlapoError("plan", f"hardware: {name}", problem, hint)
 
     def flops(self, dtype: str) -> float:
-        """Return the operations per second in `dtype`; where unknown those in bfloat16, else the highest rate of any dtype."""
+        """Return the operations per second of products in `dtype`, or if unknown in bfloat16, else the highest rate."""
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:

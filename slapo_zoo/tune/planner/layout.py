@@ -29,8 +29,9 @@ class Layout:
         pipeline_order: name of the pipeline order.
         stages_per_rank: pipeline stages on each pp rank.
         checkpoint_ratio: share of the blocks that are recomputed, 0 to 1.
-        checkpoint_policy: what the recomputed blocks keep: "" nothing, "save_matmuls", "attention", "offload" or "sharded";
-            or a tuple that has one of these, "keep" or "recompute" for each block.
+        checkpoint_policy: what the recomputed blocks save: "" nothing, "save_matmuls" outputs of matrix products,
+            "attention" all but what lies between q, k, v and the output of attention, "offload" all, on the host,
+            "sharded" a tp shard of their input; or a tuple of one of these, "keep" or "recompute" per block.
         sequence_parallel: whether tp ranks shard the tokens too.
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).

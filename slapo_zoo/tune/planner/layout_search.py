@@ -46,7 +46,7 @@ class Planner:
         precision: "bf16" or "fp16" (float32 master weights and gradients), "bf16-pure" or "fp16-pure"
             (without masters), or "fp32".
         runtime: "eager", "kernels", "compiled" or "megatron": how element-wise operations are run.
-        auto_class: head class; None takes the one that the config names.
+        auto_class: model class or Auto class of `transformers`, or its name; None: the class that `config` names.
         padding: whether batches carry an attention mask; without one causal rows need no mask in memory if cp is 1.
     """
 
@@ -94,7 +94,7 @@ class Planner:
         Args:
             gpus: number of devices.
             batch: rows of a step over all replicas.
-            orders: pipeline orders to try; None takes the usual ones.
+            orders: pipeline orders to try; None: 1f1b and interleaved_1f1b, and all others near the fastest layouts.
             divided: whether layouts with sequence parallelism are tried too.
             cut: whether layouts with cp > 1 are tried too, for a model whose rows can be sharded over cp.
 

@@ -51,7 +51,7 @@ class Family:
 
     Args:
         config: config of `transformers`; it is not changed.
-        auto_class: head class; None takes the config's own.
+        auto_class: model class or Auto class of `transformers`, or its name; None: the class that `config` names.
     """
 
     def __init__(self, config: Any, auto_class: Any = None):
@@ -146,7 +146,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the full model's costs: `units`, those of the smaller one, with blocks repeated to the full depth."""
+        """Return the full model's costs: `units`, those of the copy with fewer blocks, its middle block's repeated."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -154,7 +154,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Convert (path, value) pairs of the smaller model to pairs of the full one: the middle block's value is repeated."""
+        """Extend (path, value) pairs of the copy with fewer blocks to all blocks: repeat the middle block's value."""
         found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")
@@ -227,11 +227,11 @@ class _Masks(RandomStream):
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """Return False: the planner counts dropout masks as held in memory, never as computed from a hash inside a kernel."""
+        """Return False: on any `device` dropout masks count as held in memory, not as hashed from seeds in a kernel."""
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return a list of zeros, one dropout seed per batch row (`count`) or, with `heads`, per row and head; `site` is unused."""
+        """Return zeros as dropout seeds: one for each of `count` batch rows, or for each row and each of `heads`."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
@@ -317,10 +317,10 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return (path, cost) pairs `calls`, with the activation bytes kept before the first block divided by `tp`.
+    """Return the (path, cost) pairs `calls`, with the activation bytes saved before the first block divided by `tp`.
 
-    Under sequence parallelism each rank keeps only its own tokens of what embeddings and others before the blocks save.
-    `blocks` are the paths of the blocks.
+    Under sequence parallelism a rank saves only its own tokens there; so it does for what the first block saves more
+    than the second. `blocks` are the paths of the blocks.
     """
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
@@ -333,7 +333,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give each module that shares a tied parameter a copy of its own (under the FakeTensorMode `mode`), to count each use."""
+    """Give each module but the first a fake parameter for a tied one (under FakeTensorMode `mode`): each use counts."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():

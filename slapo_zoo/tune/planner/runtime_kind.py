@@ -111,7 +111,7 @@ def find_precision(name: str) -> Precision:
 
 
 def precision_of(dtype: str) -> str:
-    """Return the name of the precision that uses `dtype` alone: "bf16-pure", "fp16-pure", or for all others "fp32"."""
+    """Return the precision of weights and gradients in `dtype`: "bf16-pure", "fp16-pure", or for all others "fp32"."""
     name = dtype.removeprefix("torch.")
     found = (n for n, p in PRECISIONS.items() if p.dtype == name and p.weights == p.gradients)
     return next(found, "fp32")

@@ -53,7 +53,7 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
     """Put a scheduled model into an engine (DeepSpeed, Megatron, torch's DDP or FSDP2); return (engine, optimizer).
 
     Args:
-        sch: a model of AutoScheduledModel; or a Schedule, i.e. a module with its sharding directives.
+        sch: a model of AutoScheduledModel; or a Schedule, i.e. a module and the changes that shard it.
         target: name of the engine; None means "torch".
         **kwargs: options of the engine.
     """

@@ -87,7 +87,7 @@ class DeepSpeedTarget(TargetEngine):
         return loss
 
     def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
-        """Run forward and backward of `batch` in `micro_batches` parts and return the mean loss over all dp ranks.
+        """Run forward and backward of `batch` in `micro_batches` parts; return on all ranks the mean loss over dp.
 
         The caller then calls `step()`. `micro_batches=None` takes `gradient_accumulation_steps` of DeepSpeed's config.
         """

@@ -1,7 +1,7 @@
 """Run our stages in DeepSpeed's own pipeline: one layer per stage, tied weights as TiedLayerSpec.
 
 DeepSpeed orders the micro-batches (1F1B), sends tensors between stages, sums tied gradients, clips and
-steps. Each stage runs the model's own forward on its part, as in our pipeline.
+steps. Each stage calls the model's own forward, of which only the stage's modules run.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,11 +73,11 @@ class Step:
     """State of the running training step, shared by the layers of DeepSpeed's pipeline.
 
     Attributes:
-        run: (batch, row indices) of a micro-batch --> its loss.
-        parts: entries of the batch that are split by rows, for each micro-batch.
-        others: entries that all micro-batches share.
+        run: function (micro-batch, row indices) --> its share of the loss; raises StageDone on stages but the last.
+        parts: for each micro-batch its slices of the entries that are split by rows, and its row indices.
+        others: entries of the batch that every micro-batch gets unsplit.
         plan: StagePlan, which says which tensors the stage receives and sends.
-        loss_scale: factor of the loss.
+        loss_scale: factor of a micro-batch's loss that undoes DeepSpeed's means over dp and micro-batches.
     """
 
     run: Callable[..., Any]
@@ -149,7 +149,7 @@ class StageLayer(nn.Module):
         self.model, self.step = model, step
 
     def forward(self, received: Any) -> Any:
-        """Run the stage on the tensors received from the stage before; return the tensors to send, or the loss.
+        """Run the stage on the tensors received; return the tensors to send, or if last the loss times `loss_scale`.
 
         `received` ends with the index of the micro-batch, since every stage has the inputs of all micro-batches.
         """
@@ -182,17 +182,17 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage on `batch`; return the output on the last stage; on others raise StageDone."""
+        """Run this rank's stage on a micro-batch; return the output, or if not last raise StageDone to `StageLayer`."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run forward, backward and optimizer step of `count` micro-batches; return the mean loss divided by pp * dp.
+        """Run a whole step of `count` micro-batches; return its loss / (pp * dp), as the caller sums over these ranks.
 
-        `run`: (batch, row indices) --> loss; `tensors`: entries of the batch that micro-batches split by rows;
-        `others`: entries that all micro-batches share.
+        `run`: (micro-batch, row indices) --> its share of the loss; `tensors`: entries of the batch to split by rows;
+        `others`: entries that every micro-batch gets unsplit.
         """
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}

@@ -90,7 +90,7 @@ def is_scheduled(sch: Any) -> TypeGuard[Any]:
 
 
 def is_exact(model: Any) -> bool:
-    """Return whether `model` was loaded with `exact=`: its process hosts models of several virtual ranks."""
+    """Return whether `model` was loaded with `exact=`: its process runs several virtual ranks, one thread each."""
     return hasattr(type(model), "on_each_rank")
 
 

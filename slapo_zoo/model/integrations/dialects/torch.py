@@ -45,7 +45,7 @@ def torch_engine(
     """Run a scheduled model under torch; return (engine, optimizer). For a Schedule `sch` return (module, optimizer).
 
     Args:
-        sch: a model of AutoScheduledModel, or a Schedule (any module and its directives, see `create_schedule`).
+        sch: a model of AutoScheduledModel, or a Schedule: any module and the changes that shard it (`create_schedule`).
         optimizer: torch optimizer; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
         data_parallel: None averages gradients by our own hooks, "ddp" by torch's DDP; "fsdp2" shards parameters,
@@ -148,8 +148,8 @@ class _DdpStages(DataParallel):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss on the last stage, 0 on
-        others. DDP's reducer averages gradients in the backward of the last micro-batch.
+        """Run all micro-batches through the pipeline (`step`: see `DataParallel.run_stages`); return the sum of their
+        losses on the last stage, 0 on others. DDP's reducer averages gradients in the last micro-batch's backward.
         """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         return pipeline_step(pipeline, *step, before_last=self._expect_gradients)
@@ -193,8 +193,8 @@ class _Fsdp2Stages(_Fsdp2):
         native.set_reshard_after_backward(False, recurse=False)
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run a step's micro-batches by `pipeline_step(pipeline, *step)`; return their loss on the last stage, 0 on
-        others. Each backward reduce-scatters the gradients of its blocks.
+        """Run all micro-batches through the pipeline (`step`: see `DataParallel.run_stages`); return the sum of their
+        losses on the last stage, 0 on others. Each backward reduce-scatters the gradients of its blocks.
         """
         try:
             return pipeline_step(pipeline, *step)

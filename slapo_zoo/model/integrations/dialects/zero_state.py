@@ -21,7 +21,7 @@ def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> d
 
 
 def whole_gradient(p: Any) -> Tensor:
-    """Return the unsharded gradient of the parameter `p`, gathered over dp; zeros if `p` has no gradient.
+    """Return the unsharded gradient of the parameter `p`, gathered over dp (collective); zeros if `p` has none.
 
     A gradient exists between the backward and the optimizer step.
     """
