@@ -1,7 +1,7 @@
-"""Values that a forward's Python code reads from the data of its inputs (a length), noted in a dry run on fake tensors.
+"""Values (e.g. a length) that a forward's Python code reads from the data of its inputs, recorded in a dry run.
 
-The dry run holds for every batch with the same values. The operators that compute these values from the inputs are
-kept, so that another batch is checked by those few operators and not by a dry run of its own.
+The result of a dry run (a forward on fake tensors) is valid for every batch that gives the same values. To check
+another batch, the few operators that compute the values from the inputs are run, instead of a new dry run.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Operation(NamedTuple):
-    """One operator of a dry run whose arguments follow from the inputs of the forward alone.
+    """One operator call of a dry run whose arguments depend on inputs of the forward only, not on parameters.
 
     Args:
         func: the torch operator, or another function of tensors.
@@ -60,7 +60,7 @@ class DataReads:
         return found if found else DataReads()
 
     def hold(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a forward of `batch` (name --> input, shapes as in the dry run) reads the same values."""
+        """Return whether a forward of `batch` (name --> input) reads the same values; runs the recorded operators."""
         real = {id(x): copied(batch[name]) for name, x in self.inputs.items()}
         for func, args, kwargs, out, facts in self.operations:
             args, kwargs = tree_map(
@@ -79,13 +79,13 @@ def _ids(tree: Any) -> set[int]:
 
 
 def copied(value: Tensor) -> Tensor:
-    """Return a copy of an input tensor on the CPU, also within a FakeTensorMode: a forward may write into its inputs."""
+    """Return a real copy of `value`, on the CPU, even under FakeTensorMode; operators may write into the copy."""
     with unset_fake_temporarily():
         return value.detach().to("cpu", copy=True)
 
 
 def facts_of(found: Any) -> list[Any]:
-    """Return what Python code can read from an operator's result `found`: shapes of its tensors, and its numbers."""
+    """Return what Python can read from an operator's result `found`: a list of its tensors' shapes and its numbers."""
     return [tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(found)]
 
 

@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor that a block or head returns: index `call` of that call, index `leaf` in its flat output."""
+    """Identity of a tensor that a block or head returns: index of the call in the forward, index in the flat output."""
 
     call: int
     leaf: int
@@ -40,7 +40,7 @@ class Shape:
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=grad)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Return zeros for a tensor that this stage does not use; the zeros take memory only if code may write into them."""
+        """Return zeros for a tensor that this stage lacks and never reads; they take memory only if `written`."""
         if self.written:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
@@ -70,7 +70,7 @@ class Call:
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:
-        """Raise ScheduleError if the shapes of a real output differ from those that the dry run has assumed."""
+        """Raise ScheduleError if this call is `guessed` and a real output has other shapes than the dry run assumed."""
         if not self.guessed:
             return
         leaves, spec = tree_flatten(output)
@@ -88,7 +88,7 @@ class Call:
         return replace(self, leaves=tuple(leaves))
 
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
-        """Return the call's output, made of `tensors` (index in the flat output --> tensor), zeros for the others."""
+        """Return the call's output: `tensors` (index in the flat output --> tensor), else zeros on `device`."""
         leaves = [
             (self.keep(i, tensors[i]) if i in tensors else leaf.stand_in(device))
             if isinstance(leaf, Shape) else leaf

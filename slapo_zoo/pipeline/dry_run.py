@@ -5,7 +5,7 @@ computed on real data beside the fake tensors, and the result holds for every ba
 read are the same. Inside a unit (block, embedding, head), a module that branches on other data (experts) is assumed to
 return a tensor like its input; stages check that assumption against real outputs.
 
-Ranks run as threads, and later models with the same class, config, mesh sizes and changes to modules, share a dry run.
+Virtual ranks (threads) and later models with the same class, config, mesh sizes and changes to modules share a dry run.
 """
 
 import json
@@ -70,7 +70,7 @@ def dry_run(model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[st
 
 @contextmanager
 def refused(model: nn.Module) -> Iterator[None]:
-    """Context that turns torch's error about a data-dependent forward into a ScheduleError."""
+    """Context that turns torch's error about a data-dependent forward of `model` into a ScheduleError."""
     try:
         yield
     except DEPENDS as error:
@@ -107,7 +107,7 @@ class DataTape(Tape):
         return inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator on fake tensors, and also on real data when the real data of all arguments are known."""
+        """Run and record `func` on fake tensors, and also on real data if all its tensor arguments have real data."""
         kwargs, facts = kwargs or {}, None
         found = self._on_real_data(func, args, kwargs)
         try:
@@ -127,7 +127,7 @@ class DataTape(Tape):
         return out
 
     def _on_real_data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the operator's result on real data, or None when some argument's data are unknown."""
+        """Return `func`'s result on real data; None if an argument has no real data or `func` draws random numbers."""
         known = lambda x: self._known.get(x, None if isinstance(x, FakeTensor) else x)  # noqa: E731
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if RANDOM in func.tags or any(known(x) is None for x in tensors):
@@ -237,8 +237,8 @@ def program_of(
 
 
 def _source(cls: Any) -> tuple[Any, ...]:
-    """Return weak references to the functions, classes and forwards in the Python module of `cls`. As a part of the cache
-    key of a dry run they change the key once a user has replaced one of them.
+    """Return weak references to the functions, classes and forwards in the Python module of the model class `cls`. They
+    are a part of the cache key of a dry run, which thus changes when a user replaces one of them.
     """
     parts = [part for part in vars(sys.modules[cls.__module__]).values() if isinstance(part, FunctionType | type)]  # fmt: skip
     forwards = (getattr(part, "forward", None) for part in parts)

@@ -22,10 +22,10 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return {action of `rank`: its earlier actions whose results must have arrived once the action's input is received}.
+    """Return {action of `rank`: its earlier actions whose sent results have arrived once the action has its input}.
 
-    A peer computes a result from tensors that it has received, so the arrival of the result proves that these
-    tensors, and those of the peer's earlier results, have arrived. Waiting for their sends never blocks.
+    A peer computes the input from tensors that it has received, so its arrival proves that these tensors, and those
+    that the peer used before, have arrived. So waiting for their sends never blocks.
 
     Args:
         ranks: actions of each rank, in order.
@@ -55,7 +55,7 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the action of the same micro-batch `step` stages later (0: in the same stage).
+    """Return the action (forward or backward) of the same micro-batch `step` stages later; 0 is the same stage.
 
     A backward of the inputs alone is returned as the backward of inputs and weights together.
     """
@@ -77,19 +77,19 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start the send `operations` of an action's results; `give_up` is called when the results have
-        arrived, to free their memory.
+        """Start `operations` (torch's P2POps), which send the results of `action`; once these have arrived, `give_up()`
+        is called to free their memory.
         """
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
 
     def release(self, action: Action) -> None:
-        """Finish the sends that must have arrived because the input of `action` is here; free their memory."""
+        """Finish the sends that must have arrived because `action` has received its input; free the sent tensors."""
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:
-        """Wait until all sends that were started and not yet released are complete."""
+        """Wait until all remaining sends are complete, and free the sent tensors; called at the end of a step."""
         self._wait(list(self._works))
 
     def _wait(self, actions: Iterable[Action]) -> None:
@@ -113,7 +113,7 @@ class InFlightStage(PipelineStage):
     has_met = False
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a tensor [1]: 1 if all stages up to this one know their shapes, else 0; after the first step 1."""
+        """Return torch's result, a tensor [1]: 1 if all stages up to this know their shapes; after the first step 1."""
         vote = super()._warmup_forward_vote
         return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
 
@@ -139,19 +139,19 @@ class InFlightStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return torch's receive operations for them."""
+        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return P2POps that receive into them."""
         self._make(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return torch's receive operations for them."""
+        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return P2POps that receive into them."""
         if self.has_backward and not self.is_last:
             self._make(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take the output gradients of micro-batch `mb_index` from the next stage, which is on this
-        rank; a missing gradient becomes a buffer of zeros.
+        """Take the output gradients of micro-batch `mb_index`, `next_stage_bwd_outputs`, from the next stage, which is
+        on this rank; a None among them becomes a buffer of zeros.
         """
         infos = self.grad_recv_info[mb_index]
         self._make(info for info, x in zip(infos, next_stage_bwd_outputs, strict=True) if x is None)
@@ -168,7 +168,7 @@ class InFlightStage(PipelineStage):
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch; afterwards only the autograd graph holds the micro-batch's inputs."""
+        """Run the forward of micro-batch `fwd_chunk_id`; then free received inputs that autograd has not saved."""
         self.sends.release(Action(self.stage_index, FORWARD, fwd_chunk_id))
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._give_up_inputs(fwd_chunk_id)
@@ -180,7 +180,7 @@ class InFlightStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: torch.Tensor | None = None, **kwargs: Any
     ) -> None:
-        """Run the backward of a micro-batch (whole, or of the inputs only), and free its graph and buffers."""
+        """Run the backward of micro-batch `bwd_chunk_id` (whole, or of inputs only); free its graph and buffers."""
         self.sends.release(Action(self.stage_index, BACKWARD, bwd_chunk_id))
         super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
         if not self.is_last:
@@ -194,7 +194,7 @@ class InFlightStage(PipelineStage):
         return []
 
     def _give_up(self, chunks: Iterable[int]) -> None:
-        """Free the outputs of micro-batches `chunks`, which another rank has received."""
+        """Free the outputs of micro-batches `chunks`, which another rank has received, but keep their shapes."""
         following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))
@@ -202,7 +202,7 @@ class InFlightStage(PipelineStage):
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """Drop this stage's reference to the received tensors of micro-batch `chunk`, which autograd may still keep alive."""
+        """Free the received tensors of micro-batch `chunk`, but keep shapes, and what autograd has saved of them."""
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)

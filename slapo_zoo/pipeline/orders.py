@@ -136,7 +136,7 @@ class StageMap:
         return runtime
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
-        """Return the actions (forwards and backwards) of each rank in the order in which the rank would run them."""
+        """Return each rank's forwards and backwards, in order, of a step with `micro_batches` micro-batches."""
         self.check_micro_batches(micro_batches)
         if self.order.name in ("1F1B", "GPipe"):
             deep = self.order.name == "GPipe" or micro_batches < self.pp
@@ -158,7 +158,7 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
 
 
 def _dummy_stages(places: StageMap) -> list[Any]:
-    """Return dummy stage objects of rank 0, from which torch's schedule classes compute the order of actions."""
+    """Return stand-ins for rank 0's stage objects, with only the attributes from which torch computes an order."""
     from torch.nn import Module
 
     known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
@@ -208,7 +208,7 @@ def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
 
 
 def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: int) -> list[int]:
-    """Return the cuts that make the most expensive stage as cheap as possible.
+    """Return after which unit calls the stages should end, so that the most expensive stage is as cheap as possible.
 
     Args:
         costs: cost of each unit call, in the order in which they run.

@@ -66,7 +66,7 @@ class Pipeline:
         self.clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without the plans and the fake model, which the copy makes for itself."""
+        """Return the state for `copy` and `pickle`, without plans and fake model, which the copy makes for itself."""
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None, "has_met": False}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
@@ -188,7 +188,7 @@ class StageModule(nn.Module):
     Args:
         pipeline: pipeline of this rank.
         plan: which blocks, embeddings and heads the stage calls, and what it receives, for a micro-batch's shapes.
-        run: (batch, global indices of its rows) --> loss, through the model's own forward.
+        run: (micro-batch, global indices of its rows) --> its loss, a scalar, through the model's own forward.
         others: arguments that are not split into micro-batches.
         device: device of the received tensors.
     """
@@ -203,7 +203,7 @@ class StageModule(nn.Module):
         self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
 
     def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that the next stage needs; on the last stage the loss, shape [1]."""
+        """Return the tensors that the next stage needs; on the last stage the loss of the micro-batch, shape [1]."""
         rows = batch.pop(ROWS)
         self.cursor.begin(self.plan, received, self.device)
         try:
@@ -235,21 +235,21 @@ def pipeline_step(
     micro_batches: int,
     before_last: Callable[[Any], None] | None = None,
 ) -> Tensor:
-    """Run the forward and backward of all micro-batches; gradients are added to `.grad`.
+    """Run the forward and backward of all micro-batches of a step over all stages; gradients are added to `.grad`.
 
     Each step makes new stage objects, because torch's `PipelineStage` fixes its shapes in its first step.
 
     Args:
         pipeline: pipeline of this rank.
-        run: (micro-batch, global indices of its rows) --> loss, through the model's own forward.
+        run: (micro-batch, global indices of its rows) --> the scalar that its backward starts from.
         tensors: arguments [B, ...] that are split along axis 0.
         others: arguments that every micro-batch gets unsplit.
         micro_batches: number of micro-batches.
-        before_last: called with a stage's outputs before its last backward, where an engine may start its
-            gradient all-reduce.
+        before_last: called with a stage's outputs (tensors) before its last backward, during which data parallelism
+            may all-reduce gradients; None calls nothing.
 
     Returns:
-        The sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
+        The sum of what `run` returned for the micro-batches, detached, on the rank of the last stage; 0 elsewhere.
     """
     from slapo_zoo.pipeline.stage import quiet_schedules
 
@@ -284,7 +284,7 @@ def _stage(
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
     """Return torch's stage object for the stage of `plan`, with fixed shapes. `run` maps (micro-batch, indices of its
-    rows) to the loss, `others` are arguments that are not split, `before_last` is called before the last backward.
+    rows) to its loss, `others` are arguments that are not split, `before_last(outputs)` precedes the last backward.
     """
     from slapo_zoo.pipeline.stage import Stage
 
@@ -301,9 +301,9 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return the blocks, embeddings and heads in `units` that are, contain or lie in a module of `checkpointed`.
+    """Return the paths in `units` that are, contain or lie in one of `checkpointed`, the paths of recomputed modules.
 
-    A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
+    A stage with such a unit (block, embedding, head) runs its backward in one part: two parts would each recompute.
     """
     paths = [f"{path}." for path in checkpointed]
     return {unit for unit in units
@@ -311,7 +311,7 @@ def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[s
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
-    """Return empty meta tensors with the shapes of the tensors that a stage receives."""
+    """Return empty meta tensors with the shapes and dtypes of the tensors that `stage` receives, for torch's stage."""
     return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
 
 
@@ -321,8 +321,8 @@ def _sum(output: Any, target: Any) -> Tensor:
 
 
 def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-    """Run one forward without gradients through all stages; return the model's output on every
-    rank. `run` maps a batch to the output by the model's own forward.
+    """Run one forward of the whole batch (no micro-batches) through all stages without gradients; return the model's
+    output on every rank. `run` maps `batch` to the output by the model's own forward.
     """
     mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
@@ -344,7 +344,7 @@ def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping
 
 
 def share_output(pipeline: Pipeline, output: Any, device: torch.device) -> Any:
-    """Broadcast the output of the last stage to all ranks of the pipeline and return it."""
+    """Return on all pipeline ranks, on `device`, the `output` that the rank of the last stage has; others pass None."""
     mesh, places = pipeline.schedule.mesh, pipeline.places
     source = mesh.at(pp=places.rank_of(places.num_stages - 1))
     return broadcast_output(output, source, mesh.group("pp"), device)
@@ -376,7 +376,7 @@ def _run_stage(
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
-    """Broadcast a HuggingFace output object from global rank `source` to all ranks of `group`; return the object."""
+    """Return on all ranks of `group` the HuggingFace output of global rank `source`; caches are None on other ranks."""
     here = dist.get_rank() == source
     described: list[Any] = [tree_map(_described, output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)

@@ -1,5 +1,5 @@
-"""Stage of torch.distributed.pipelining with timing, errors that name the module, and a backward that is right where
-torch's is not (weights used in several places of a stage)."""
+"""Stage of torch.distributed.pipelining that adds timing, errors that name the module, and correct gradients of weights
+that several places of a stage use, which torch computes wrong."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -29,13 +29,12 @@ class Stage(InFlightStage):
     """One pipeline stage during one training step; torch's schedules call its `..._chunk` methods.
 
     Args:
-        args: positional arguments of torch's PipelineStage.
+        args, kwargs: arguments of torch's PipelineStage.
         units: paths of the stage's first and last module (block, embedding, head) as text, for errors.
         spans: list to which the time of each action is appended, or None.
         clock: function that returns the time in seconds.
         busy: measures the bubble for the training log, or None.
-        before_last: called with the stage's outputs before the backward of the last micro-batch.
-        kwargs: keyword arguments of torch's PipelineStage.
+        before_last: called with the stage's outputs (tensors) before the backward of the last micro-batch, or None.
     """
 
     def __init__(
@@ -54,18 +53,18 @@ class Stage(InFlightStage):
         self._whole: bool | None = None  # backward in one part; same for all micro-batches
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of one micro-batch on this stage."""
+        """Run and time the forward of micro-batch `fwd_chunk_id` on this stage; raise StageError if that fails."""
         run = super().forward_one_chunk
         return self._perform(FORWARD, fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward of one micro-batch on this stage, whole or of the inputs only."""
+        """Run and time the backward of micro-batch `bwd_chunk_id`, of inputs only with `full_backward=False`."""
         run = super().backward_one_chunk
         kind = BACKWARD if kwargs.get("full_backward", True) else BACKWARD_INPUT
         return self._perform(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the second part of a backward for one micro-batch: the weight gradients."""
+        """Run and time the second part of the backward of micro-batch `bwd_chunk_id`: the weight gradients."""
         run = super().backward_weight_one_chunk
         step = lambda: run(bwd_chunk_id, *args, **kwargs)  # noqa: E731
         return self._perform(BACKWARD_WEIGHT, bwd_chunk_id, step)
@@ -73,8 +72,8 @@ class Stage(InFlightStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run the part `backward_type` ("input", "weight" or "full") of a backward. Where torch 2.13 computes a
-        backward in two parts wrong, "input" runs all of it, and "weight" does nothing.
+        """Run, as torch does, the part `backward_type` ("input", "weight" or "full") of a backward; return its result.
+        Where torch 2.13 computes a backward in two parts wrong, "input" runs all of it, and "weight" does nothing.
 
         Torch groups weights whose gradients pass through common autograd nodes. A weight that is used in several places
         of a stage (ALBERT's block, T5's position bias) is put into two groups, or into none if only an output of the
@@ -115,7 +114,7 @@ class Stage(InFlightStage):
         return self.clock()
 
     def _with_place(self, error: Exception, kind: str, micro_batch: int) -> Exception:
-        """Wrap an error in a StageError that names stage, module and micro-batch.
+        """Return a StageError that names stage, module, micro-batch and action (`kind`), caused by `error`.
 
         Errors of slapo_zoo, and errors that report a lost peer, are returned unchanged.
         """
@@ -161,7 +160,7 @@ def used_in_several_places(
 
 
 def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
-    """Return all autograd nodes reachable from `roots`, each with the nodes that consume its result."""
+    """Return {autograd node: nodes that consume its result in the forward} of all nodes that `roots` depend on."""
     above: dict[Any, list[Any]] = {node: [] for node in roots}
     todo = list(roots)
     while todo:
@@ -176,8 +175,8 @@ def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
 
 
 def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
-    """Return the autograd nodes from which a backward reaches `nodes`; the search does not go past `ends`.
-    `above` maps a node to the nodes that consume its result.
+    """Return `nodes` and the autograd nodes from which a backward reaches them; the search does not go past `ends`.
+    `above` maps a node to the nodes that consume its result in the forward.
     """
     seen, todo = set(nodes), list(nodes)
     while todo:
@@ -189,7 +188,7 @@ def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> 
 
 
 def failed_module(model: nn.Module, error: BaseException) -> str:
-    """Return the path of the innermost module whose code ran when an error was raised, or ''."""
+    """Return the path in `model` of the innermost module whose code ran when `error` was raised; '' for none."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found, traceback = "", error.__traceback__
     while traceback is not None:

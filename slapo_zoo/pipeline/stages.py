@@ -77,11 +77,11 @@ def _first_match(path: str, patterns: Sequence[re.Pattern[str]]) -> int:
 def assign_stages(
     units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = (), everywhere: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Return {unit (block, embedding, head): stages that hold it}; several stages if cuts lie between a block's calls.
+    """Return {unit (block, embedding, head): stages that hold it}; several stages if a stage ends between its calls.
 
     Args:
         units: paths of the units, in the order they run.
-        cuts: (unit, call) after which a stage ends.
+        cuts: (path of a unit, index of its call: 0 unless it runs several times) after which a stage ends.
         repeated: units that run more than once in a forward.
         everywhere: units that every stage holds.
     """
@@ -130,7 +130,7 @@ class StagePlan:
 
     @staticmethod
     def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
-        """Construct the plan of `stage`; each cut (path of a block, index of its call) ends a stage."""
+        """Construct the plan of `stage` from the forward's `calls`; `cuts` (block, index of its call) end stages."""
         ends, seen, at, of_call = set(cuts), {}, 0, []
         for call in calls:
             of_call.append(at)
@@ -145,7 +145,7 @@ class StagePlan:
         return StagePlan(tuple(calls), tuple(of_call), stage)
 
     def crossing(self, stage: int) -> list[Value]:
-        """Return identities of the tensors that `stage` receives: made by earlier stages, used by it or later ones."""
+        """Return a Value (call, index in its output) per tensor that `stage` receives, for itself or later stages."""
         used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
                 for v in call.needs}  # fmt: skip
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
@@ -173,13 +173,13 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: received tensors, tensors to send, index of the last call of a block."""
+    """State of a stage's running forward: tensors received, tensors to send, index of the latest call of a unit."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
 
     def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
-        """Start the forward of a stage with the tensors that the stage before has sent."""
+        """Start the forward of the stage of `plan`; `received` are the tensors that the stage before has sent."""
         self.plan, self.index, self.device = plan, -1, device
         incoming = plan.crossing(plan.stage)
         # A view: a value that is only passed on must not be the received leaf itself.
@@ -255,7 +255,7 @@ class Foreign(nn.Module):
                 self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the replaced module, such as a size; a parameter has shape and dtype but no data."""
+        """Return the attribute `name` of the replaced module; a parameter has shape and dtype but no data."""
         for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
             if name in own:
                 return own[name]
@@ -297,7 +297,7 @@ class ForeignParameter(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ScheduleError for operations with real tensors; `copy_` into the parameter does nothing."""
+        """Raise ScheduleError for an operation with real tensors; `copy_` into the parameter does nothing."""
         if func is Tensor.copy_ and isinstance(args[0], ForeignParameter):
             return args[0]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -358,7 +358,7 @@ def keep_stages(
 
 
 def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
-    """Wrap calls of a unit (block, embedding, head) of this stage; `cursor` stores outputs that later stages need.
+    """Wrap the calls of `module`, the block, embedding or head at the path `unit`: `cursor` stores outputs to send.
 
     The call is wrapped, not the forward: outputs are stored after the hooks of tensor parallelism have run (an
     embedding is all-reduced by then), and replaced units run no hooks.
@@ -383,7 +383,7 @@ def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
 
 @contextmanager
 def held_here(model: Any) -> Iterator[None]:
-    """Context in which placeholders of other stages' modules are hidden from peft, which finds modules by their names."""
+    """Context in which `model.modules()` lists no placeholders of other stages, so that peft gives them no adapters."""
     found = [(parent, leaf, child) for parent in model.modules()
              for leaf, child in parent._modules.items() if isinstance(child, Foreign)]  # fmt: skip
     for parent, leaf, child in found:

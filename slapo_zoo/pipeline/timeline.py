@@ -17,7 +17,7 @@ NAMES = {
 
 
 class Action(NamedTuple):
-    """Forward or backward of one micro-batch in one stage, written as `2F0` (stage 2, forward, micro-batch 0)."""
+    """Computation of a rank: `2F0` is stage 2, forward, micro-batch 0; B is backward (I of inputs, W of weights)."""
 
     stage: int
     kind: str
@@ -110,12 +110,12 @@ def simulate(
 
 
 def makespan(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first begin to the last end of a timeline's actions, over all ranks."""
+    """Return the seconds from the first begin to the last end of `spans`, the timed actions of all ranks in a step."""
     return max(span.end for span in spans) - min(span.begin for span in spans)
 
 
 def busy(spans: Sequence[Span]) -> dict[int, float]:
-    """Return {rank: seconds in which the rank computes} of a timeline."""
+    """Return {rank: seconds in which the rank computes} of a step; `spans` are the step's timed actions."""
     total: dict[int, float] = {}
     for span in spans:
         total[span.rank] = total.get(span.rank, 0.0) + span.end - span.begin
@@ -123,7 +123,7 @@ def busy(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Return the share (0 to 1) of all ranks' time, from a timeline's first to last action, with no computation."""
+    """Return the share (0 to 1) of all ranks' time without computation; `spans` are the timed actions of a step."""
     each = busy(spans)
     whole = len(each) * makespan(spans)
     return 1.0 - sum(each.values()) / whole if whole else 0.0

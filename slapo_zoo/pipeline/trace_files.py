@@ -19,7 +19,7 @@ COLORS = {  # distinct for colour-blind readers too (Okabe and Ito)
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return a timeline as a Chrome trace: one lane per rank, times in microseconds, and the share of time without work."""
+    """Return a timeline (timed actions) as a Chrome trace, to be written as JSON: one lane per rank, and the bubble."""
     begin = min(span.begin for span in spans)
     rows = [(s.rank, NAMES[s.action.kind], str(s.action), s.begin, s.end) for s in spans]
     rows += [(g.rank, g.kind, g.kind, g.begin, g.end) for g in gaps(spans) if g.kind != "idle"]
@@ -34,7 +34,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def write_chrome_trace(spans: Sequence[Span], path: Path) -> None:
-    """Write the Chrome trace of a timeline to `path` as JSON."""
+    """Write a timeline (`spans`, the timed actions of a step) to `path` as the JSON of a Chrome trace."""
     path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
 
 
@@ -50,7 +50,7 @@ def require_matplotlib() -> Any:
 
 
 def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
-    """Write a timeline as PNG to `path`: one lane per rank, micro-batches numbered, idle time in grey."""
+    """Write a timeline (timed actions) as PNG to `path`: one lane per rank, micro-batches numbered, idle time grey."""
     require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

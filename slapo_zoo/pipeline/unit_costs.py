@@ -80,7 +80,7 @@ def most_positions(config: Any) -> int | None:
 
 
 def usual_tokens(config: Any) -> int:
-    """Return the default number of tokens per row: the model's `max_position_embeddings`, but at most 512."""
+    """Return the default number of tokens per row: `max_position_embeddings` of `config`, but at most 512."""
     return min(most_positions(config) or MOST_TOKENS, MOST_TOKENS)
 
 
@@ -216,8 +216,8 @@ def restore_forward(module: nn.Module, forward: Any) -> None:
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules with the same computation: classes, shapes, plain attributes, and
-    names of replaced forwards and hooks.
+    """Return a key that is equal for modules that compute the same up to weights: classes, shapes, plain attributes,
+    and names of replaced forwards and hooks, of `module` and its submodules.
     """
     rows = []
     for path, part in module.named_modules():
@@ -253,7 +253,7 @@ def _once_more(
 
 
 def _alike(x: Any) -> Any:
-    """Return `x`, or for a tensor an uninitialised one of its shape, dtype and requires_grad, which code may write into."""
+    """Return for a tensor `x` an uninitialised one like it, into which code may write; return other values as is."""
     if not isinstance(x, Tensor):
         return x
     found = torch.empty_like(x)
