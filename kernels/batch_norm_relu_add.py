@@ -102,7 +102,7 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether the kernel may replace BatchNorm `bn`, which must have a weight, a momentum and its class's forward."""
+    """Return whether the kernel may replace BatchNorm `bn`: if it has a weight, a momentum and no replaced forward."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 

@@ -14,7 +14,7 @@ STRIPS = 128  # row strips, whose partial sums are added in a fixed order
 
 @triton.jit
 def _statistics_kernel(means, squares, x, M, C, rows, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Compute each channel's mean and sum of squared deviations in a strip of rows, tile by tile (Chan et al. 1979)."""
+    """Compute per strip of `rows` rows each channel's mean and sum of squared deviations, [strips, C] (Chan et al. 1979)."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     begin = tl.program_id(0) * rows
     end = tl.minimum(begin + rows, M)

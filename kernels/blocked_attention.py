@@ -294,7 +294,7 @@ class _Blocks:
         return slice(min(first, self.T), min(stop + later, self.T))
 
     def weights(self, heads: slice, rows: slice, keys: slice) -> Tensor:
-        """Return the softmax of a block's scores [heads, rows, keys], 0 where no key is visible; later calls overwrite it."""
+        """Return the softmax of a block's scores [heads, queries `rows`, keys], 0 without visible keys; later calls overwrite it."""
         queries, given, row = self.queries[heads, rows], self.given, self.row
         s = _first(self.scores, (*queries.shape[:2], keys.stop - keys.start))
         torch.bmm(queries, self.keys[heads, keys].transpose(1, 2), out=s)
@@ -332,7 +332,7 @@ class _Blocks:
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return a block's dropout mask [heads, rows, keys]: given (0 and 1/(1-p)) or from seeds (0 and 1); None without dropout."""
+        """Return a block's dropout mask [heads, queries `rows`, keys]: given (0, 1/(1-p)) or from seeds (0, 1); or None."""
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]

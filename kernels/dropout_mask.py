@@ -33,8 +33,8 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
     """Return a kernel's dropout arguments in place of `module`: {"keep": mask} or {"seeds": ..., "p": ...}; {} in eval mode.
 
-    slapo_zoo may have given the module a forward whose dropout is the same on every mesh. That forward's attribute
-    `draws` then makes the result: a mask on a CPU, seeds elsewhere. Otherwise new seeds come from torch's generator on
+    If slapo_zoo has replaced the module's forward, so that dropout is the same on every mesh, the new forward has a
+    function `draws`, which returns a mask on a CPU, seeds elsewhere. Otherwise new seeds come from torch's generator on
     a GPU; on a CPU, or if other code has replaced the forward, the module is called on ones to get its mask.
 
     Args:

@@ -57,14 +57,14 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a linear has no hooks and no replaced forward, so that a kernel may use its weight directly."""
+    """Return whether a linear has no hooks and computes x W^T + b, so that a kernel may use its weight directly."""
     own = products.computes_as_class(vars(module).get("forward"))
     return own and not any(getattr(module, name) for name in HOOKS)
 
 
 def _install(site: Any, **options: Any) -> None:
-    """Replace the forward of the linear `site.module` by `_forward`, which runs this kernel, if oneDNN is faster than MKL
-    on this CPU. A forward that sharding has set (row-parallel: bias after all-reduce) is kept; `options` are ignored.
+    """Replace the forward of `site.module`, a linear of the model, by this kernel's `_forward` if oneDNN is faster than
+    MKL on this CPU. A forward that sharding has set (row-parallel: bias after all-reduce) is kept; `options` are ignored.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

@@ -19,7 +19,7 @@ MOST_COLUMNS = 8192  # longer rows spill registers
 
 
 def fits_registers(columns: int, x_bias: bool) -> bool:
-    """Return whether sums of `columns` elements (dw, db, with `x_bias` dx_bias) fit into registers in a norm's backward."""
+    """Return whether a norm's backward can hold sums over rows (dw, db, with `x_bias` dx_bias, [columns]) in registers."""
     return columns <= (MOST_COLUMNS // 2 if x_bias else MOST_COLUMNS)
 
 
@@ -60,7 +60,7 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether a norm's `arguments` have a bias of x, a residual or dropout, so that its input is not x."""
+    """Return whether `arguments`, those of `_forward`, have a bias of x, a residual or dropout, so that z is not x."""
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped

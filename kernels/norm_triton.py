@@ -56,9 +56,9 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of row tiles i, i + k, i + 2k, ... in Triton program i of k. It writes its sums over rows
-    to row i of dw, db and dx_bias [k, N]. The other tensors are those of the rows [M, N]; MASK says where the dropout
-    mask comes from: "keep", "seeds" or "none".
+    """Compute, in Triton program i of k, the gradients d_sum of z and dx of x in row tiles i, i + k, i + 2k, ..., and
+    sums over these rows: row i of dw, db and dx_bias [k, N]. `dy` and `dz` (if DZ) are the gradients of y and z; MASK
+    says where the dropout mask comes from: "keep", "seeds" or "none".
     """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]

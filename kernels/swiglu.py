@@ -35,7 +35,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _recomputes(gate: Tensor, up: Tensor, down: nn.Module) -> bool:
-    """Return whether the backward may recompute silu(gate) * up, fused with the linear `down`, instead of saving it."""
+    """Return whether the backward may recompute silu(gate) * up: on a CPU, if `down` is a plain nn.Linear of their dtype."""
     if type(down) is not nn.Linear or not is_plain(down):
         return False
     same = gate.dtype == up.dtype == down.weight.dtype and gate.shape == up.shape

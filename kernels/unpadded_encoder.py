@@ -39,7 +39,7 @@ def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Ten
     Args:
         x: hidden states [B, S, D].
         real: bool [B, S], True at real tokens.
-        layers: maps [1, N, D] to [1, N, D'].
+        layers: maps the N real tokens [1, N, D] to [1, N, D'].
     """
     if torch.compiler.is_compiling():  # shapes must not depend on data
         return reference(x, real, layers)

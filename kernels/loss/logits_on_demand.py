@@ -110,7 +110,7 @@ def may_defer(module: Any, rows: Tensor) -> bool:
 
 
 def make_logits_at_once(model: Any) -> None:
-    """Make all heads compute logits in the forward, for engines that gather a weight only while its module runs."""
+    """Make LM heads compute logits in the forward, for engines that gather a weight only while its module runs."""
     for module in model.modules():
         module.makes_logits_at_once = True
 
@@ -150,8 +150,8 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits as those of a head of which each rank of `group` has a shard of the `vocab_size` classes, so that
-        loss and logits of all classes use the group; return these logits unchanged if `group` is None.
+        """Return logits of the same hidden states for a head whose `vocab_size` classes are sharded over the ranks of
+        `group`, over which their loss and values are then computed; return these logits unchanged if `group` is None.
         """
         if group is None:
             return self
@@ -306,7 +306,7 @@ def _all_classes(logits: Any, head: Head) -> Tensor:
 
 
 def _require_all(ranks: list[int]) -> None:
-    """Wait until all of `ranks`, which shard the vocabulary, compute the logits; raise MeshError if some do not."""
+    """Wait until all `ranks`, which shard the vocabulary, compute the logits; MeshError if one goes on without them."""
     if gone := meet("output.logits", ranks):
         problem = f"{names_of(gone)} did not read the logits, and each tp rank has some of their columns only"
         hint = (
