@@ -40,7 +40,7 @@ class WeightsError(SlapoError, ValueError):
 
 
 class CardError(SlapoError, ValueError):
-    """Error of a schedule card (a published schedule) that is malformed or altered, or does not fit the model or the mesh."""
+    """Error of a card (folder of a published schedule) that is malformed or altered, or does not fit model or mesh."""
 
 
 class StageError(SlapoError, RuntimeError):

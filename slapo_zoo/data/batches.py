@@ -116,7 +116,7 @@ class Stream:
         return part_of(self.task.collate(rows, generator_of(self.seed, step, CHANCE)), dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return {name: value} that a checkpoint keeps to resume at `step`: seed etc., and where the step's block begins."""
+        """Return {name: value} that a checkpoint keeps to resume at `step`: settings, and where its block begins."""
         at = self.next if self.next and step // self.steps > self.start["block"] else self.start
         return {**_settings(self), "block_steps": self.steps, "at": at}
 

@@ -239,7 +239,7 @@ class Encoder:
         return {name: [column[i] for i in kept] for name, column in encoded.items()}
 
     def fingerprint(self, data: str) -> str:
-        """Return a cache key for the tokens: a hash of task, tokenizer, columns and `data`, the key of the raw rows."""
+        """Return a cache key for the tokens: a hash of task, tokenizer, columns and `data`, the rows' fingerprint."""
         tokenizer = self.task.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))  # fmt: skip

@@ -39,11 +39,11 @@ class Task:
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return encoded rows {"input_ids": ..., "labels": ..., ...} of `columns` {role, such as "text": values}."""
+        """Tokenize `columns` {role, such as "text": values} to {"input_ids": rows, ...}; subclasses implement this."""
         raise NotImplementedError
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch {name: [rows, ...]} of encoded `rows` {name: values}; random draws use `generator`."""
+        """Return the batch {name: [rows, ...]} of `rows` from `encode`; `generator` draws e.g. which tokens to mask."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:

@@ -27,20 +27,20 @@ class Kernel:
         name: name for `replace(name)`.
         install: function (site, **options) that replaces the forward of the module `site.module`, and adds no key to
             the state dict.
-        refuses: returns why the kernel cannot serve a module, or "".
-        serves: class name --> forward that modules of the class get; a class of another package or a subclass with a
-            forward of its own is excluded, whatever its name.
+        refuses: function (module) --> why the kernel cannot serve it, or "" if it can.
+        serves: class name --> forward that modules of the class get; classes that neither torch, transformers
+            nor the kernel's package defines, and subclasses with a forward of their own, are excluded.
         entry: the public function that computes the operation.
         reference: definition of the result in plain torch operations.
         inputs: maps a test shape to keyword arguments of `entry` and `reference`.
         shapes: shapes that the kernel is tested on.
-        paths: device type --> "triton", "torch" or a few words on what computes the kernel there if it runs.
+        paths: device type --> what computes the kernel there: "triton", "torch" or a few words, e.g. "F.gelu, mul".
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         runs_inside: True if the kernel calls the children of the module that it serves, so that the children may have
             kernels too.
         innermost: True if the kernel (that of linears) may also serve modules inside a module of another kernel,
             because every kernel calls such modules.
-        limits: returns why the Triton code cannot serve an input, by its dtype and last axis, or "".
+        limits: function (input) --> why its dtype or last axis does not suit the Triton code, or "" if both do.
     """
 
     name: str
@@ -69,7 +69,7 @@ def register_kernel(
 
     Args:
         name: name for `replace(name)`.
-        refuses: returns why the kernel cannot serve a module, or "".
+        refuses: function (module) --> why the kernel cannot serve it, or "" if it can.
         passes: names of the module's children whose work the kernel does itself, without calling them.
         **more: other fields of Kernel.
     """
@@ -108,10 +108,10 @@ def kernel(
         inputs: maps a test shape to keyword arguments of the kernel and of `reference`.
         shapes: shapes that the kernel is tested on.
         serves: class name --> forward that modules of the class get; the classes are not imported.
-        cannot: returns why a module of a class in `serves` cannot be served, or "".
+        cannot: function (module of a class in `serves`) --> why the kernel cannot serve it, or "" if it can.
         cpu: what computes the kernel on a CPU, as text to show to users, e.g. "F.gelu, mul".
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
-        limits: returns why the Triton code cannot serve an input, by its dtype and last axis, or "".
+        limits: function (input) --> why its dtype or last axis does not suit the Triton code, or "" if both do.
         passes: names of the served module's children whose work the kernel does itself. When such a child is
             replaced, patched or hooked later, the class's own forward runs instead of the kernel.
     """
@@ -171,8 +171,8 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why kernel `name` does not fit a module: the name of its class is not in `serves` (class name --> forward),
-    or the module or a child that `passes` names was patched or hooked. Return "" if the kernel fits.
+    """Return why kernel `name` does not fit a module; "" if the class that defines its forward is in torch, transformers
+    or the kernel's package and named in `serves`, and neither module nor children in `passes` were patched or hooked.
     """
     found, own = served_class(module, serves), type(module)
     if found is None:

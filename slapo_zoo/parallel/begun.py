@@ -29,14 +29,14 @@ class Begun:
 
     Attributes:
         counts: name of a process group --> [number of collectives begun in it], updated in place.
-        line: (file, line number) in the user's program that began the last collective, or that waits for peers; or None.
+        line: (file, line number) in the user's program that began the last collective or waits for peers, or None.
     """
 
     counts: dict[str, list[int]] = field(default_factory=dict)
     line: tuple[str, int] | None = None
 
     def add(self, count: list[int]) -> None:
-        """Add 1 to `count`, a value of `counts`, and note the line that begins a collective."""
+        """Add 1 to `count`, a group's [number] in `counts`, and store the user's line that begins a collective."""
         count[0] += 1
         self.note_line()
 
@@ -67,7 +67,7 @@ def of_world() -> Begun:
 
 
 def note_step() -> None:
-    """Count one more training step as begun, as if a step were a collective, so that peers see which rank is ahead."""
+    """Count one more training step as begun, like a collective, so that heartbeats show which rank is ahead."""
     if dist.is_initialized():
         begun = of_world()
         begun.add(begun.counts.setdefault(STEPS, [0]))

@@ -19,8 +19,8 @@ def all_reduce_gradients(
 ) -> None:
     """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives.
 
-    A missing gradient counts as 0, but stays None if every rank misses it: an optimizer then skips the parameter as in
-    one process, and applies no weight decay. With `group` None nothing is done.
+    A `.grad` of None counts as 0, but stays None if it is None on every rank, so that an optimizer skips the parameter
+    (also its weight decay), as it does in one process. With `group` None nothing is done.
     """
     if group is None:
         return

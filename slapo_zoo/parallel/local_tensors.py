@@ -86,7 +86,7 @@ def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
 
 
 def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """Return the parts of index ranges (start, stop) that cover `count` indices after skipping `first`.
+    """Return the parts of the ranges `runs`, (start, stop), that hold `count` of their indices, after `first` others.
 
     >>> runs_within([(0, 4), (10, 14)], 3, 3)
     [(3, 4), (10, 12)]

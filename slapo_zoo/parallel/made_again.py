@@ -38,7 +38,7 @@ class Maker:
 
 
 class Again(NamedTuple):
-    """Handle that autograd saves in place of a view with `layout` (size, stride, storage offset) of the tensor of `maker`."""
+    """Handle that autograd saves in place of a view (`layout`: size, stride, offset) of the tensor that `maker` makes."""
 
     maker: Maker
     layout: tuple[Any, Any, int | torch.SymInt]

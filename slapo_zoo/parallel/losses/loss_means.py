@@ -44,7 +44,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms.
+    """Return {argument that takes labels: labels with which its loss term compares the output}, in order of terms.
 
     `class_name` is that of the model: if its loss predicts the next token, the labels are those of the next position.
     """
@@ -120,7 +120,7 @@ class GlobalMeans(TorchFunctionMode):
 
     @staticmethod
     def require_sum(loss: Tensor) -> None:
-        """Raise MeshError if `loss`, computed in a context `over`, is no sum of constants times mean losses."""
+        """Raise MeshError if `loss`, from a forward in the context `over`, is no sum of mean losses times constants."""
         if not getattr(loss, _SHARE, True):
             raise _refusal("it adds a term that is no mean over targets (a router's load-balancing loss, a z-loss)")  # fmt: skip
 

@@ -98,7 +98,7 @@ class ProcessApart:
 def python_apart(module: str, request: Mapping[str, Any]) -> ProcessApart:
     """Start a Python process that runs `module` on the CPU, with the JSON of `request` on its stdin.
 
-    Variables of launchers are removed and GPUs hidden, so that the process is no rank of a running job.
+    Environment variables of launchers are removed and GPUs hidden, so that the process is no rank of a running job.
     """
     env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCHERS and "ELASTIC" not in k}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

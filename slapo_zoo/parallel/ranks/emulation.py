@@ -140,7 +140,7 @@ class HostedRanks:
         self, rank: int, function: Callable[..., Any], *args: Any
     ) -> tuple[Any, BaseException | None]:
         """Call `function(rank, *args)`; return (result, None), or (None, error) if the call raised. After an error
-        that this rank alone raised, the rank leaves its process groups, and later calls return the same error.
+        that not all ranks raised alike, the rank leaves its process groups, and later calls return the same error.
         """
         if rank in self._failed:
             return None, self._failed[rank]
@@ -165,9 +165,9 @@ def emulate(
 ) -> list[Any]:
     """Run `function(*args, **kwargs)` on every rank of a mesh, each a thread of this process.
 
-    In `function`, `AutoScheduledModel.from_pretrained(..., tp=tp, pp=pp)` works as under torchrun, e.g.
-    `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. The ranks share torch's global generator, so draws from it
-    (by dropout that slapo_zoo does not seed) differ from run to run.
+    For example `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`, where `train` loads a model by
+    `AutoScheduledModel.from_pretrained(..., tp=4, pp=2)` as under torchrun. The ranks share torch's global generator,
+    so draws from it (by dropout that slapo_zoo does not seed) differ from run to run.
 
     Args:
         function: runs on every rank; `torch.distributed.get_rank()` returns its rank.

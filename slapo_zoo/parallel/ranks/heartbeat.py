@@ -33,7 +33,7 @@ class Heart:
         store: key-value store of the process group.
         rank: this rank.
         size: number of ranks.
-        begun: counts of the collectives that this rank has begun, which the rank itself updates in place.
+        begun: number of collectives that this rank has begun in each group; other code updates it in place.
 
     Attributes:
         error: JSON of the first error that a rank has published, or "".

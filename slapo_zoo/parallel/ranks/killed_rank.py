@@ -42,7 +42,7 @@ class State:
 
 
 def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
-    """Return the RankError that other ranks and the parent process raise after `exc` was raised on `rank` in step `what`."""
+    """Return the RankError that other ranks and the parent process raise because `rank` raised `exc` in step `what`."""
     if isinstance(exc, RankError):
         return exc
     problem, hint = (

@@ -63,8 +63,8 @@ def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Return seeds [n * parts] that give the same dropout mask as `seeds` [n], each of whose n blocks is cut into `parts`
-    blocks of `size` elements.
+    """Return seeds [n * parts] that give the same dropout mask as `seeds` [n], each of whose n blocks (cells) is cut
+    into `parts` blocks of `size` elements.
     """
     if parts == 1:
         return seeds
@@ -91,7 +91,7 @@ def _(seeds, parts, size, first):
 def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
     """Return a dropout mask of 0 and 1 in the shape and dtype of x; an element is 0 with probability `p`.
 
-    x is cut into as many equal blocks as there are seeds, and the mask of a block is hashed from its seed.
+    x is cut into as many equal blocks (cells) as there are seeds, and the mask of a block is hashed from its seed.
     """
     if torch.compiler.is_compiling() and isinstance(seeds, Tensor):
         return hashed_mask(seeds, p, x.shape, x.dtype)
@@ -103,7 +103,7 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 def drawn_cells(x: Tensor, p: float, seeds: Sequence[int], first: int = 0) -> Tensor:
     """Return a dropout mask of 0 and 1 in the shape and dtype of x, drawn on the CPU; elements are 0 with probability `p`.
 
-    x is cut into as many equal blocks as there are seeds, and a generator is seeded for each block, whose first `first`
+    x is cut into as many equal blocks (cells) as there are seeds. For each a generator is seeded, whose first `first`
     draws are skipped. On a CPU this is eight times as fast as `bernoulli_` and three times as fast as a hash of each
     element; the probability is rounded to a multiple of 2**-16.
     """

@@ -174,8 +174,8 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the dropout seeds, as ints, of `count` batch rows for the module at path `site`: one per
-        row or, for `heads` (global indices), one per row and head with heads fastest.
+        """Return the seeds, as ints, of the blocks (cells) of a dropout mask of `count` rows for the module at path
+        `site`: one per row or, for `heads` (global indices), one per row and head with heads fastest.
         """
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))

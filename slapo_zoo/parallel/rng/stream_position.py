@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """Path of a dropout module; the hash of `base` is a tensor, so torch.compile makes one graph for equal blocks.
+    """Path of a dropout module; the hash of `base` is a tensor, so torch.compile makes one graph for all blocks.
 
     Args:
         base: a path, or the SiteName with which this name begins.
@@ -99,7 +99,7 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Context in which the N tokens that are no padding, marked in `real` [B, S], are packed into one row [1, N, ...].
+        """Context of a forward whose N non-padding tokens, marked in `real` [B, S], are packed to one row [1, N, ...].
 
         A dropout then takes, for each packed token, the elements that the mask of the padded [B, S, ...] has for it.
         """
