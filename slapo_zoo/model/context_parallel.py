@@ -59,10 +59,10 @@ def refusal(where: str, what: str, mesh: Mesh, hint: str = BESIDE["schedule"][1]
 
 
 def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
-    """Raise CardError if a schedule card has a directive that does not run with cp > 1, e.g. a Triton kernel.
+    """Raise CardError if a published schedule (card) has a directive that cannot run with cp > 1, e.g. a Triton kernel.
 
     Args:
-        steps: (path pattern, directive) pairs of the card.
+        steps: (path pattern, directive) pairs of the card; a directive is a change that the schedule makes to modules.
         cp: number of cp ranks; with 1 nothing is checked.
         cp_attention: how attention sees the tokens of all cp ranks: "gather", "ring" or "ulysses".
     """
@@ -79,8 +79,8 @@ def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
 def require_core_attention(sch: Schedule, table: Table) -> None:
     """Raise CardError if a schedule for cp > 1 lacks the directive `core_attention` at an attention of the model.
 
-    The directive lets attention see the tokens of all cp ranks, and without it only this rank's own. `table`, the
-    sharding rules of the model family, lists the attention modules.
+    Without this directive, which lets attention see the tokens of all cp ranks, attention sees one rank's tokens.
+    `table` has the sharding rules of the model family, which list the attention modules.
     """
     seams = [
         p for p, rule in table.rows(sch.model) if any(d.name == "core_attention" for d in rule)

@@ -16,10 +16,10 @@ from slapo_zoo.parallel.ranks.emulation import on_each_rank
 
 @on_each_rank
 def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
-    """Return {"loss": mean, "accuracy": share of right predictions} over the labels (or text pairs) of held-out rows.
+    """Return {"loss": mean over the labels of held-out rows, "accuracy": share of labels that have the largest logit}.
 
-    A collective call of all ranks. The result is the same on every mesh, and random states of training do not change.
-    The model is in training mode afterwards.
+    For pairs of texts accuracy is the share of anchors to which their own positive is the nearest. A collective call of
+    all ranks; the result is the same on every mesh. Random states do not change; the model is put in training mode.
 
     Args:
         model: a scheduled model.
@@ -46,7 +46,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
 @torch.no_grad()
 def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's rows of a batch; return tensor [3]: sum of losses, number of labels, right predictions."""
+    """Evaluate this dp rank's rows of a batch; return [sum of losses, number of labels, labels with largest logit]."""
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])

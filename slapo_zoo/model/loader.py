@@ -105,9 +105,9 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError on all ranks if their sharding directives or replicas of a weight differ; a collective call.
+        """Raise MeshError on all ranks if their schedules differ, or four sampled values of some weight's replicas.
 
-        `what` is the name of the running call ("from_pretrained"), for the error.
+        A collective call; `what` is the name of the running call ("from_pretrained"), for the error.
         """
         if self.pipeline is not None and ranks_are_threads():  # threads compute in a step
             self.pipeline.prepare()
@@ -240,9 +240,8 @@ class Source:
 
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """Context of a load: it first checks the options that need no file, then yields (mesh, options with the device).
-
-    An error within the context is sent to the other ranks, which then raise an error too.
+    """Context of a load: check those options that need no file, then yield (mesh, options to load with: device chosen,
+    no Triton kernels if cp > 1). An error within the context is sent to the other ranks, which then raise one too.
 
     Args:
         step: name of the running call ("from_pretrained"), for errors.

@@ -25,10 +25,10 @@ class ScheduleWarning(UserWarning):
 
 
 def missing_sums(sch: Schedule) -> list[str]:
-    """Return texts that name modules of a schedule with wrong sums over tp: [] if none is found.
+    """Return texts that name modules with wrong sums over tp; [] if none is found.
 
-    Problems are missing all-reduces, biases that an all-reduce sums tp times, and norms of sharded features. The `sync`
-    directive (a collective) may be at a module around the sharded one. Replaced modules, which may all-reduce, pass.
+    Wrong are partial sums without an all-reduce (the directive `sync`, at the module or at one that contains it),
+    biases that an all-reduce sums tp times, and norms of sharded features. Replaced modules are not searched.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 
@@ -65,12 +65,12 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
 
 
 def _needs_no_sum(module: Any) -> bool:
-    """Return whether the input's gradient needs no sum over tp: True for an embedding and for a grouped convolution."""
+    """Return whether a column-parallel module's input gradient needs no sum over tp: embedding, grouped convolution."""
     return hasattr(module, "num_embeddings") or getattr(module, "groups", 1) > 1
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:
-    """Warn (ScheduleWarning) of missing all-reduces over tp, and hook the modules that lack one to check input widths."""
+    """Warn (ScheduleWarning) of wrong sums over tp; hook the modules, to raise if an input does not fit their shard."""
     for bad, problem in _unsummed(sch):
         warnings.warn(_line(bad, problem), ScheduleWarning, stacklevel=3)
         for path in bad:

@@ -86,7 +86,7 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return whether the forward takes loss arguments (num_items_in_batch), as Trainer asks.
+        """Return to Trainer, which reads this property, whether the forward takes loss arguments (num_items_in_batch).
 
         On several ranks the plain Trainer, which would wrap the model in DDP, gets a SlapoError.
         """
@@ -196,7 +196,7 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
 
         Args:
             dtype: dtype of the yielded floating tensors; None keeps that of the model.
-            bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent by itself.
+            bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent alone.
             ranks: global ranks that get the tensors.
         """
         from slapo_zoo.model.checkpoints.weight_stream import stream_weights
@@ -278,7 +278,9 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
     def push_schedule_to_hub(
         self, repo_id: str | Path, base_model: str | None = None, any_size: bool = False, **kwargs: Any
     ) -> str:  # fmt: skip
-        """Publish the schedule (how modules are sharded) as JSON and README; return a load's `schedule=`. All ranks call it.
+        """Publish the schedule (how modules are sharded) as JSON and README; return the text for `schedule=` of a load.
+
+        All ranks call this method.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.

@@ -96,7 +96,7 @@ class NumericsWatch:
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:
-        """Record the loss of a training step; return True, after a warning, if the loss is a spike or not finite."""
+        """Record a step's loss; return True, after a warning, if it is > `spike` * median so far, or is not finite."""
         value = float(loss)
         usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
         jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)

@@ -63,8 +63,8 @@ def memory(
     Args:
         model: a scheduled model.
         optimizer: optimizer whose states are counted, or None.
-        batch: batch of one trial step, whose peak is measured; None measures now.
-        micro_batches: number of micro-batches of the trial step.
+        batch: batch of one training step, which is run to measure its peak and then undone; None measures now.
+        micro_batches: number of micro-batches of that step.
     """
     held = {id(p): p for p in model.parameters()}.values()
     computes, plan = model._slapo.precision.dtype, model._slapo.plan
@@ -116,7 +116,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Context of a trial step of a model; its end restores gradients, dropout's step count, loss scale and buffers."""
+    """Context of a step run to measure it; its end restores gradients, dropout's step count, loss scale and buffers."""
     stream, precision = model._slapo.schedule.state.random, model._slapo.precision
     before = stream.step, precision.scale, precision.good_steps
     parameters, buffers = list(model.parameters()), list(model.buffers())

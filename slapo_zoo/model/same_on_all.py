@@ -61,7 +61,7 @@ def require_same_weights(
     what: str, mesh: Mesh, tensors: Mapping[str, Tensor], specs: Sequence[TensorSpec], history: str,
     dp_shard: int = 1,
 ) -> None:  # fmt: skip
-    """Raise MeshError on all ranks if schedules, or sampled values of replicated tensors, differ; a collective call.
+    """Raise MeshError on all ranks if schedules, or four sampled values of replicas of a tensor, differ; a collective.
 
     Args:
         what: name of the running call ("from_pretrained"), for errors.

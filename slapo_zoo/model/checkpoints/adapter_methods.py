@@ -68,7 +68,7 @@ class Adapts:
         super().disable_adapters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
-        """Delete adapters by name; without any `save_pretrained` writes the model, and `save_checkpoint` is allowed."""
+        """Delete adapters by name; with none left `save_pretrained` writes the model, and `save_checkpoint` works."""
         super().delete_adapter(adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
         for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
             self._slapo.adapters.pop(name, None)

@@ -58,7 +58,7 @@ class Matrix:
         key: key in peft's adapter_model.safetensors.
         parameter: name of the parameter in the scheduled model.
         shape: unsharded shape.
-        directives: schedule directives that shard the matrix, or sum its gradient over tp.
+        directives: changes that a schedule makes (`Shard`, `SumGradient`, `Sync`), to shard this matrix.
     """
 
     key: str
@@ -118,7 +118,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _trained_tensors(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """On one process return {key in peft's files: tensor, or its gradient if `grads`} of all that adapter `name` trains.
+    """Return {key in peft's files: tensor, or its gradient if `grads`} of all that adapter `name` trains, on one rank.
 
     On several ranks return {}: there an adapter trains LoRA's matrices only, which `_matrices` lists.
     """
@@ -276,10 +276,11 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return (directives for LoRA's matrix A, directives for B) that shard both to fit the weight of the layer at `path`.
+    """Return (directives for LoRA's matrix A, directives for B): `Shard`, `SumGradient` and `Sync`, with which both fit
+    the sharded weight of the layer at `path`; () and () for tp=1. SlapoError for an unsupported sharding.
 
     `state` is the state of the schedule, `placed` the weight's sharding over tp (None: not sharded), `input_axis` the
-    weight's axis of input features, `syncs` the layer's collectives. SlapoError for an unsupported sharding.
+    weight's axis of input features, `syncs` are the collectives at the layer.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -381,7 +382,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _fit_layers(model: Any, name: str) -> None:
-    """Let adapter `name` draw this rank's slice of dropout masks, and peft's `merge` change this rank's weight rows."""
+    """Let adapter `name` draw this rank's slice of dropout masks, and `merge` of peft add this rank's rows (ZeRO)."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):

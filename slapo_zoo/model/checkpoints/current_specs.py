@@ -25,11 +25,7 @@ from slapo_zoo.zoo.argument_values import to_dtype
 def refresh_specs(model: Any, step: str) -> None:
     """Update the model's list of tensors to save: their present dtypes, and tensors that the user added since the load.
 
-    A collective call with pp > 1.
-
-    Args:
-        model: a scheduled model.
-        step: name of the running call ("save_pretrained"), for errors.
+    A collective call with pp > 1. `step` is the name of the running call ("save_pretrained"), for errors.
 
     Raises:
         SlapoError: a sharded or tied parameter was replaced, or with pp > 1 a tensor was added.
@@ -88,7 +84,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the tensors of `found` that the user added: neither in `known` nor tied to one there, nor an adapter's."""
+    """Return the tensors of `found` that the user added: not named in `known`, not tied to those, not an adapter's."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip

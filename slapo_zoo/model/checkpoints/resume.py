@@ -137,12 +137,8 @@ class _Load:
 
 
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
-    """Raise WeightsError unless the states of the saved and the given scheduler have the same fields of the same types.
-
-    Args:
-        path: folder of the checkpoint, for the error.
-        saved: state dict in the checkpoint.
-        own: state dict of the given scheduler.
+    """Raise WeightsError unless the state dicts `saved` (in the checkpoint) and `own` (of the user's scheduler) have
+    the same fields of the same types. `path` is the folder of the checkpoint, for the error.
     """
     hint = "pass a scheduler of the saved class, made with the saved arguments"
     for name in sorted(saved.keys() ^ own.keys(), key=str):

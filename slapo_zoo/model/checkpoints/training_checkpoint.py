@@ -44,7 +44,7 @@ class Resumed:
         step: number of finished optimizer steps.
         data_positions: the `data_position` that each dp rank passed to `save_checkpoint`, by dp rank.
         extras: the `extra` that each dp rank passed to `save_checkpoint`; one value if all were equal.
-        copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
+        copy: dp coordinate of this rank (index into the two tuples); None if the save had another number of dp ranks.
     """
 
     step: int = 0
@@ -195,8 +195,8 @@ class _Save:
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
         """Collect this rank's tensors and state for a save; return the report that this rank sends to all ranks.
 
-        The report is (digest of the optimizer's class, groups and state; these themselves on one rank of each stage,
-        None on others; {kind of random generator: its state}; {"step": ..., "data_position": ..., "extra": ...}).
+        The report is (digest of the optimizer's record: class, groups, state without tensors; the record on one rank of
+        each stage, else None; {kind of random generator: state}; {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
@@ -265,10 +265,10 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """Return ({name: Target, a tensor of `whole` to fill from a checkpoint, and its sharding}, {name: key in files}).
+    """Return ({name: Target}, {name: key in files}); a Target is a tensor to fill from a checkpoint, with its sharding.
 
-    `whole` has this tp and pp rank's parameters and buffers; under ZeRO (`dp_shard=`) it has only those rows of each
-    parameter that this dp rank holds.
+    The tensors are those of `whole`: this tp and pp rank's parameters and buffers; under ZeRO (`dp_shard=`) only those
+    rows of each parameter that this dp rank holds.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)

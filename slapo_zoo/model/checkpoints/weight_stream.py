@@ -48,7 +48,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     Args:
         model: a scheduled model.
         dtype: dtype of the yielded floating tensors; None keeps theirs.
-        bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent by itself.
+        bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent alone.
         ranks: global ranks that get the tensors; the others yield nothing.
     """
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
@@ -80,9 +80,8 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """Return this rank's tp shard of the tensor with this key in files; None if the rank has none to send.
-
-        Under ZeRO the shard is first gathered over dp, by a collective.
+        """Return this rank's tp shard of the tensor with this key in files; None if another stage has the tensor. Under
+        ZeRO the first `dp_shard=` dp ranks gather the shard over dp, by a collective; other ranks return None.
         """
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.sends(self.model.mesh):
@@ -100,8 +99,8 @@ def _buckets(
 ) -> Iterator[list[TensorSpec]]:
     """Yield lists of consecutive `specs` whose tensors take at most `most` bytes together; a larger one is alone.
 
-    `cast` is the dtype in which floating tensors are sent; None: their own. The last tensor of a list counts in the
-    next list too, because the caller still holds that tensor.
+    `cast` is the dtype in which floating tensors are sent; None: each tensor's dtype. The last tensor of a list counts
+    in the next list too, because the caller still holds that tensor.
     """
     run: list[TensorSpec] = []
     size = nbytes = 0
@@ -131,7 +130,7 @@ def _collect(
         specs: key in files, shape and sharding of each tensor.
         local: lookup of this rank's shards by their keys in files.
         mesh: mesh of the model.
-        cast: dtype in which floating tensors are sent; None: their own.
+        cast: dtype in which floating tensors are sent; None: each tensor's dtype.
         ranks: global ranks that get the tensors.
         device: device of the results.
     """
@@ -207,11 +206,11 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 def load_stream(
     model: Any, stream: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | None, rank: int
 ) -> None:
-    """Fill a model with the (key in files, unsharded tensor) pairs that one rank reads; a collective call.
+    """Fill a model with the (key in files, unsharded tensor) pairs that one rank reads; SlapoError if one is missing.
 
     Args:
         model: a scheduled model.
-        stream: the pairs, in any order, or a dict of them; needed on `rank` alone.
+        stream: the pairs, in any order, or a dict of them; needed on `rank` alone. All ranks call this function.
         rank: global rank that reads the pairs and broadcasts them.
     """
     with rank_guard("load_stream"), torch.no_grad():
