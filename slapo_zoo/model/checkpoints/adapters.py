@@ -278,9 +278,8 @@ def _rule(
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
     """Return (directives for LoRA's matrix A, directives for B): `Shard`, `SumGradient` and `Sync`, with which both fit
     the sharded weight of the layer at `path`; () and () for tp=1. SlapoError for an unsupported sharding.
-
-    `state` is the state of the schedule, `placed` the weight's sharding over tp (None: not sharded), `input_axis` the
-    weight's axis of input features, `syncs` are the collectives at the layer.
+    `placed` is the weight's sharding over tp (None: not sharded), `input_axis` its axis of input features, `syncs` are
+    the collectives at the layer, `state` is that of the schedule.
     """
     if state.mesh.tp == 1:
         return (), ()
