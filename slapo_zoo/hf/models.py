@@ -223,10 +223,9 @@ def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def swap_tensors(
     modules: Iterable[nn.Module], new: Callable[[torch.Tensor], torch.Tensor], attributes: bool = False
 ) -> Callable[[], None]:  # fmt: skip
-    """Replace each parameter and buffer of some modules by `new(tensor)`; return a function that undoes it.
-
-    A tensor that several modules share is replaced by one new tensor. With `attributes`, plain attributes that
-    are tensors are replaced too.
+    """Replace each parameter and buffer of `modules` (children not included) by `new(tensor)`; where modules share a
+    tensor, they share the new one. Return a function that undoes it. With `attributes`, plain attributes that are
+    tensors are replaced too.
     """
     made: dict[int, torch.Tensor] = {}
     before = []

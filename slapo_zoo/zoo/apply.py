@@ -46,7 +46,7 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
     """Return the paths of the modules that a pipeline never splits (blocks, embeddings, heads), in running order.
 
-    `blocks` are the paths of the repeated blocks; `table` has the sharding rules of the model's family.
+    `blocks` are the paths of the repeated blocks; `table`, the family's sharding rules, says what runs after them.
     """
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
@@ -170,7 +170,7 @@ def _activation_rows(sch: Schedule, blocks: list[str]) -> list[Row]:
 
 def _drawing_rows(sch: Schedule) -> list[Row]:
     """Return (path, rule) for modules whose own forward draws random values: layers that LayerDrop skips, noise on a
-    router's input. The rule makes all tp ranks draw the same; modules that have this rule from the table are left out.
+    router's input. The rule makes all tp ranks draw the same; modules to which it was applied before are left out.
     """
     return [(path, dropout) for path, module in sch.state.modules.items()
             if any(value for name, value in vars(module).items() if DRAWS.search(name))
@@ -178,12 +178,12 @@ def _drawing_rows(sch: Schedule) -> list[Row]:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`.
+    """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`, the
+    pairs of tensor parallelism, which already reduce-scatter tokens after row-parallel linears and gather them before
+    column-parallel ones.
 
-    Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next module that
-    contains column-parallel linears (rule `enter`). The first block of each list of blocks shards the tokens, and the
-    last one gathers them; a block that runs several times does both at each call. The gradients of parameters that are
-    replicated inside the blocks are summed over tp.
+    The first block of each list of blocks shards the tokens, and the last one gathers them; a block that runs several
+    times does both at each call. Gradients of parameters that are replicated inside the blocks are summed over tp.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:

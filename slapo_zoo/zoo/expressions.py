@@ -26,7 +26,7 @@ _COMPARISONS: dict[type, Callable[[int, int], bool]] = {
 
 
 class Named(int):
-    """An int that carries the name of the model size that it is, e.g. "head_dim", which a published schedule then stores."""
+    """An int with the name of the model size that it is, e.g. "head_dim"; a published schedule stores the name instead."""
 
     name: str = ""
 

@@ -143,8 +143,8 @@ def _check_shapes(place: str, specs: dict[str, TensorPlan], found: dict[str, Sou
 
 
 def _assign(ranks: list[RankRead], spec: TensorPlan, source: Source, mesh: Mesh) -> int:
-    """Add one tensor to the bytes read by each rank that needs it, and return how many of its bytes at least one rank
-    reads. `source` is the tensor in the file, `spec` says how the tensor is sharded.
+    """Add a tensor to the counts in `ranks` of each rank that reads some of it; return how many of its bytes at least
+    one rank reads. `source` is the tensor in the file, `spec` says how it is sharded and which stages hold it.
     """
     placement = spec.placement or Placement(0)
     size = spec.shape[placement.axis] if spec.placement else 1

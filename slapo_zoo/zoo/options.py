@@ -129,7 +129,7 @@ MESH = ("tp", "pp", "dp", "cp")  # the mesh checks its own sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options of the loader that shape a model once its mesh, config and class are known.
+    """Options of the loader that shape a model once its mesh, config and class are known; see `from_pretrained`.
 
     Args:
         schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules,

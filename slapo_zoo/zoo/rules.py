@@ -178,7 +178,8 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # dropout of a tensor that all ba
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule by which a module's F.dropout drops the same elements as without tp, on unsharded tensors and on
-    the output of its `child`. The last axis of that output is sharded over tp; `size` names its whole size: "ffn".
+    """Return the rule by which F.dropout in a module's forward drops the same elements as without tp, from unsharded
+    tensors and from the output of its child module `child`, a column-parallel linear. `size` is the name of the
+    unsharded number of the linear's outputs, e.g. "ffn".
     """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

@@ -92,9 +92,9 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def positions_of(self, cls: type) -> str | None:
-        """Return how a model class finds its tokens' positions before cp shards the tokens: its value in `cut_tokens`,
-        e.g. "counted" (0, 1, 2, ...) or "relative" (T5). A class that is not in `cut_tokens` gets the first value there
-        if its head reads whole rows (a classifier), else None: the class cannot train with cp > 1.
+        """Return how the positions of a class's tokens are found before cp shards them: its value in `cut_tokens`, e.g.
+        "counted" (0, 1, 2, ...) or "relative" (T5). For a class that is not in `cut_tokens`, return the first value
+        there if its head reads whole rows (a classifier), else None: it cannot train with cp > 1.
         """
         head, told = head_of(cls.__name__), self.cut_tokens
         of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)

@@ -170,7 +170,7 @@ class WideResNetModel(WideResNetPreTrainedModel):
 
     @can_return_tuple
     def forward(self, pixel_values: Tensor, **kwargs: Any) -> Any:
-        """Return the last block's output, and its mean over the pixels as `pooler_output`."""
+        """Return a model output: the last block's output as `last_hidden_state`, its pixel mean as `pooler_output`."""
         hidden, pooled = self.features(pixel_values)
         return BaseModelOutputWithPoolingAndNoAttention(
             last_hidden_state=hidden, pooler_output=pooled
@@ -187,7 +187,7 @@ class WideResNetForImageClassification(WideResNetModel):
 
     @can_return_tuple
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        """Return logits [B, num_labels], and the loss when labels [B] are given."""
+        """Return a model output with `logits` [B, num_labels] and `loss`, which is None without labels [B]."""
         logits = self.fc(self.features(pixel_values)[1])
         loss = None
         if labels is not None:

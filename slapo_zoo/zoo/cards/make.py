@@ -49,7 +49,7 @@ def structure_of(config: Any, cls: type) -> str:
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
     """Return the directives (transformations of modules) of a schedule as data for a card, to apply to other models.
 
-    A size such as the number of heads stays a formula over the config where the family's rules name the size.
+    A size that the family's rules name, such as the number of heads, is stored as a formula over config fields.
     Kernels chosen by kernels="auto" are left out, because another device would choose others.
 
     Args:

@@ -80,7 +80,7 @@ class Observation:
 
 
 class Watch(TorchFunctionMode):
-    """Torch function mode that records, in an `Observation`, which module of a model computes with which parameter."""
+    """Torch function mode that records, in its attribute `seen`, which module of a model uses which parameter."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -99,8 +99,8 @@ def _difference(key: str, name: str) -> tuple[str, str]:
 
 
 def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[Pieces, ...]:
-    """Return the rules (`Pieces`) for the model's tensors that files store in pieces, one per expert or equal slices of
-    axis 0. A rule maps the end of a tensor's name to the ends of the keys of its pieces.
+    """Return the rules for the model's tensors that files store in pieces: one per expert, or equal slices of axis 0.
+    A rule (`Pieces`) maps the end of a tensor's name to the ends of the keys of its pieces, in order.
     """
     by_digest = {digest_of_tensor(tensor): key for key, tensor in files.items()}
     found: dict[Pieces, None] = {}
