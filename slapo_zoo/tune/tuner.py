@@ -82,7 +82,7 @@ class Tuner:
         scope: conditions under which stored outcomes may be reused.
         limits: when to stop.
         refused: number of a configuration --> why the planner excludes it; it is never measured.
-        on_trial: called with (trial, result so far) after each measurement.
+        on_trial: called with (the Trial, the Result so far) after each measurement.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Tuner:
         return self._measured(number, point, limits.steps)
 
     def _measured(self, number: int, point: Point, steps: int) -> Trial:
-        """Return the trial of `point`, configuration number `number`, over `steps` steps: from the database, or measured now."""
+        """Return the Trial of `point`, configuration `number`, over `steps` steps: measured now, or from the database."""
         key = self.scope.key(point, steps)
         if key in self.database:
             return Trial(number, point, Outcome(**self.database[key]), was_known=True)

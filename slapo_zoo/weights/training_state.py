@@ -147,7 +147,7 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
     Args:
         name: name of the field.
-        values: encoded values, by rank.
+        values: JSON form of the field's value, by rank.
         mesh: mesh of all ranks.
         where: name of the calling step, for errors.
 
@@ -170,7 +170,7 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 def of_dp_ranks(state: Mapping[str, Any], name: str) -> list[Any]:
     """Return the values of field `name` of a training `state`, a list with one per dp rank of the saved mesh; for
-    "extra" the list has a single value if all ranks saved the same.
+    "extra" (the user's own data) the list has a single value if all ranks saved the same.
     """
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:

@@ -104,8 +104,8 @@ class ScheduledTrainer(Trainer):
     def get_tp_size(self) -> int:
         """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches.
 
-        In evaluation return 1: transformers divides the number of targets by this number, and there a rank counts only
-        its own targets.
+        In evaluation return 1: transformers divides the number of targets (labels that count) by this number, and there
+        a rank counts only its own targets.
         """
         mesh: Any = self._scheduled.mesh
         return 1 if self._evaluates else mesh.world_size // mesh.size("batch")

@@ -113,7 +113,7 @@ def _refuse_parts_of_rows(model: Any, args: Any) -> None:
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
     """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses.
 
-    Such a model trains with the same bits on every mesh whose sizes divide those of `exact=`, but not so with them.
+    Such a model trains with the same bits on every mesh whose sizes divide those of `exact=`; these options break that.
     `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does.
     """
     if own_loss:

@@ -23,7 +23,7 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the loader's options with a schedule card (published schedule) replaced by its directives, and with a
+    """Return the loader's options with a schedule card (published schedule) replaced by its changes, and with a
     `checkpoint_policy` that fits the budget `activation_memory=`, if given. `dtype` is that of the parameters.
     """
     trust = Trust(options.trust_remote_code, options.verify)

@@ -100,7 +100,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
     """Return on all ranks the JSON answer to `request`, or {"error_of": arguments of a SlapoError}.
 
-    `request` (config, class, ...) asks for proven sharding rules, or for how cp shards the tokens. Rank 0 reads the
+    `request` (config, class, ...) asks for sharding rules, or for how cp shards the tokens. Rank 0 reads the
     answer from the cache `file`, or starts a process that finds it.
     """
     cached = _read(file) if mesh.rank == 0 else None

@@ -71,7 +71,7 @@ def build(
     `shard(replicate=True)` was called; a backward of `sch.model` before `build` does not. Over dp nothing is averaged.
 
     Args:
-        sch: a schedule whose directives were applied.
+        sch: a schedule that has made its changes (shard, replace, ...) to the model.
         target: None or "torch" returns the model itself; "deepspeed" or "megatron" that engine around it.
         init_weights: fill parameters on meta by `_init_weights` (True) or a function (see `consolidate_model`), or not.
         **kwargs: options of the engine.
@@ -182,8 +182,8 @@ def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter
 def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
     """Publish the schedule of your own module as a schedule card, which others apply; a collective call of all ranks.
 
-    The card contains the directives and a digest of the module's tree and shapes, and no weights. For a
-    model of the loader there is `model.push_schedule_to_hub`.
+    The card contains the directives (changes such as `shard`) and a digest of the module's tree and shapes, and no
+    weights. For a model of the loader there is `model.push_schedule_to_hub`.
 
     Args:
         sch: schedule of `create_schedule`, with its directives applied.
@@ -203,7 +203,7 @@ def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
 def apply_card(
     module: nn.Module, card: str | Path, mesh: Mesh | None = None, seed: int = 0
 ) -> Schedule:
-    """Apply the directives of a schedule card (see `publish_card`) to a module; a collective call of all ranks.
+    """Apply the directives (changes) of a schedule card (see `publish_card`) to a module; a collective call.
 
     No code of the card is executed. The card's class and digest are compared with the module, and its
     directives are tried on a copy on meta, before the module is changed.

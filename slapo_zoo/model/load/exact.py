@@ -242,7 +242,7 @@ class ExactModel(Unwrapped, nn.Module):
         return joined(outputs, self._host, self.virtual, self._note_gradients)
 
     def close(self) -> None:
-        """End the virtual ranks of this process, of all its exact models; a collective call of all processes."""
+        """End the threads of all models of `exact=` here, which then cannot run; a collective call of all processes."""
         close()
 
     def on_each_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -135,7 +135,7 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(name: str) -> tuple[dict[str, Any], bool]:
     """Read the schedule card `name` (folder or Hub id); return (the arguments that the card recommends per device,
-    True if this package ships a card with the same directives).
+    True if this package ships a card that makes the same changes to a model).
     """
     card = load_card(name)
     own = CARDS / card.program.model_type  # published with this package

@@ -1,4 +1,4 @@
-"""Turn a loader's argument `schedule=`, e.g. a published schedule (a card), into rules, directives or a function."""
+"""Turn a loader's `schedule=`, e.g. a published one (card), into sharding rules, changes to modules or a function."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ class Trust(NamedTuple):
 def resolve_schedule(
     options: LoaderOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> LoaderOptions:
-    """Return the loader's options with a `schedule` that can be applied: a card becomes its directives or its function.
+    """Return the loader's options with a `schedule` that can be applied: a card becomes changes to modules or a function.
 
-    For a family without a table of sharding rules "auto" becomes a table derived and tested on a small model; with
+    For a family without sharding rules (a table) "auto" becomes a table derived and tested on a small model; with
     cp > 1 "zoo" or "auto" may become a table with rules for cp; a schedule of another kind stays. `auto_class` is the
     model class (None: the checkpoint's); `trust` says if a card's code may run, and if the card is tested.
 
@@ -58,8 +58,8 @@ def resolve_schedule(
 def _of_file(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> CardProgram | list[Step] | Callable[[Any], Any]:
-    """Return what the card or file `options.schedule` holds: a CardProgram, which applies the card's directives to a
-    model; the function in its `schedule.py` if `trust` allows that; or the steps in a file of `Schedule.to_json`.
+    """Return what the card (published schedule) or file `options.schedule` holds: a CardProgram, which applies it to
+    a model; the function in its `schedule.py` if `trust` allows that; or the steps in a file of `Schedule.to_json`.
 
     Raises:
         SlapoError: the card does not fit model or mesh, or its model computes wrong results; or, with cp > 1,
@@ -98,7 +98,7 @@ def _zoo_table(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) 
 def _of_card(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> tuple[list[Step], Table]:
-    """Return the directives of a schedule card, and the sharding rules of the model's family.
+    """Return the changes that a schedule card (published schedule) makes, and the sharding rules of the model's family.
 
     Raises:
         CardError: the card does not fit model or mesh, or its model computes other results than the plain one.

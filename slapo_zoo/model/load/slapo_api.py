@@ -20,7 +20,7 @@ _SEEDS: list[int] = []
 
 @dataclass
 class ScheduleMetadata:
-    """Metadata of a schedule (applied directives), with the name and the fields that the original Slapo has.
+    """Metadata of a schedule (changes applied to a model), with the name and the fields that the original Slapo has.
 
     Args:
         tie_weights: tied parameter --> the name under which it is saved.
@@ -34,7 +34,7 @@ class ScheduleMetadata:
 
     @staticmethod
     def of(sch: Schedule) -> "ScheduleMetadata":
-        """Return the metadata of the schedule `sch`, collected from its applied directives."""
+        """Return the metadata of the schedule `sch`, collected from the changes that it has applied."""
         rows = plan_of(sch.state).tensors.values()
         ties = {row.name: row.tied_to for row in rows if row.tied_to}
         names = [directive.name for _, directive in sch.history]

@@ -283,7 +283,7 @@ class Planner:
                 f" ({parts})")  # fmt: skip
 
     def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
-        """Return (memory, time) of every pipeline stage, in order; stages with equal modules share one object."""
+        """Return (memory, time) of every pipeline stage, in order; stages of equal cost share one object."""
         what = (layout.tp, layout.sequence_parallel, layout.cp, layout.cp_attention, layout.rows,
                 layout.checkpoint_ratio, layout.checkpoint_policy)  # fmt: skip
         if (what, layout.stages) not in self._stages:

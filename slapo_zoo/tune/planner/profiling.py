@@ -1,8 +1,8 @@
 """Profile a model: measure the cost of every block, embedding and head on one tp rank by dry runs on fake tensors.
 
-A model of many equal blocks is run with three per stack (encoder, decoder): the first, which may also make masks; the
-last, whose backward comes first; and one that stands for all others. Two numbers of rows are run; costs
-for other numbers are interpolated linearly.
+A model of many blocks of equal shapes is run with three per stack (encoder, decoder): the first, which may also make
+masks; the last, whose backward comes first; and one that stands for all others. Two numbers of rows are run; costs for
+other numbers are interpolated linearly.
 """
 
 import copy
@@ -43,8 +43,8 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Model to profile, on the meta device: the model of a config and, if its blocks are alike, a copy with fewer blocks.
-    The costs of the blocks of the smaller model are repeated to the full depth.
+    """Model to profile, on the meta device: the model of a config and, if its blocks have equal shapes, one with fewer
+    blocks. The costs of the blocks of the smaller model are repeated to the full depth.
 
     Two attributes may be set before the first profile: `target_len`, the tokens of a decoder's row if they are fewer
     than an encoder's, and `padding`, whether batches carry an attention mask.
