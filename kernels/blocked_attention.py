@@ -376,7 +376,7 @@ class _Sum:
             part += (a @ b).to(part.dtype)  # mixed dtypes are not vectorised
 
     def finish(self) -> None:
-        """Copy the accumulated gradient of keys or values to the output tensor."""
+        """Copy the accumulated gradient to `out`, the tensor given to `_Sum`, if it was not accumulated there."""
         if self.total is not self.out:
             self.out.copy_(self.total)
 

@@ -92,11 +92,11 @@ def sizes_text(mesh: Any) -> str:
 
 
 def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[str, Any]) -> Any:
-    """Return what `from_pretrained(schedule=...)` takes for a model on `mesh`: the text "zoo" if cp is 1, else the
-    sharding rules (a Table) of the model's family, which also say how cp ranks shard the tokens of the inputs.
+    """Return the value of `from_pretrained(schedule=...)` for a model on `mesh`: "zoo", the family's built-in rules, if
+    cp is 1; else a Table of these rules which also says how cp ranks get the positions of their tokens.
 
-    If the family's own rules do not say that, a tiny model is run in a separate process to find out. `where` names
-    the command for errors, `cls` names the model's class, `layout` has the flags (name --> value) except mesh sizes.
+    If the built-in rules do not say this, a tiny model is run in a separate process to find out. `where` names the
+    command for errors, `cls` names the model's class, `layout` has the flags (name --> value) except mesh sizes.
 
     Raises:
         SlapoError: cp cannot shard the tokens of the model, or not together with these flags.

@@ -111,7 +111,7 @@ class Trial:
         return Mesh(*self.sizes, cp=self.knobs.get("cp", 1))
 
     def outline(self) -> Outline:
-        """Return the model of the test case on the meta device, sharded by the schedule as on rank 0, with its stages."""
+        """Return an Outline: the test case's model on the meta device, sharded as on rank 0, and its pipeline stages."""
         config = copy.deepcopy(self.case.config)
         knobs = {name: value for name, value in self.knobs.items() if name not in MESH}
         return Outline(

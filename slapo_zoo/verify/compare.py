@@ -121,7 +121,7 @@ class Comparison:
         findings: the differences that were found.
         worst: name of a check --> largest error divided by the allowed error.
         counts: name of a check --> number of comparisons.
-        factor: the number by which every gradient is too large, if it is the same for all; else None.
+        factor: f if every gradient is f times the plain model's and f is not 1; else None.
         apart: largest error beyond its tolerance, relative to the magnitude of the compared tensors.
     """
 

@@ -202,7 +202,7 @@ class _Verification:
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
     """Return {Event: Seen}, the recorded tensors of one step of the plain model on one rank.
 
-    The attentions get the child module `core_attn` of the scheduled model, so that tensors within can be compared.
+    Its attentions get the child module `core_attn` of the scheduled model, so that q, k and v are recorded too.
     """
 
     def seam(sch: Any) -> None:

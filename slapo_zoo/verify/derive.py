@@ -128,7 +128,7 @@ class Search:
     def _attempts(self) -> Iterator[Make]:
         """Yield functions (config, model) --> table of sharding rules; tables that shard more come first.
 
-        When the first tables are wrong, this generator sets `left_whole`: groups of modules that stay unsharded next.
+        If the first tables give wrong results, `left_whole` is set: groups of modules that the next ones leave unsharded.
         """
         for undivided in self._undivided_values():
             self.undivided, self.left_whole = undivided, {}
@@ -196,7 +196,7 @@ class Search:
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _drop_wrong_groups(self) -> None:
-        """Find by bisection the groups of modules that are wrong if tp shards them; write them to `left_whole`."""
+        """Find by bisection the groups of modules that tp cannot shard without wrong results; write them to `left_whole`."""
         tp_only = (self.sizes[0], 1, 1)
 
         def fine(some: list[str]) -> list[str]:

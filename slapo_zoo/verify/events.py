@@ -44,7 +44,7 @@ class Recorder:
 
     Args:
         model: the model; the recording hooks run after those of the schedule.
-        stream: RandomStream of the model, which knows the rows of the current micro-batch; None: rows are not noted.
+        stream: RandomStream of the model, which knows the rows of the current micro-batch; None: rows are not recorded.
         units: paths of the blocks, embeddings and heads of this rank's stages; only modules within them are
             recorded. Empty: all modules are.
     """

@@ -89,9 +89,8 @@ def judge(
 
 
 def compare_dropout(into: Comparison, trial: Trial) -> None:
-    """Run a training step with dropout on the mesh; record in `into` which replicated parameters differ between ranks.
-
-    If the model draws random numbers, its loss and gradients are compared with those of a run on one rank too.
+    """Run a training step with dropout on the mesh; record in `into` which replicated parameters then differ between
+    ranks. If the model draws random numbers, its loss and gradients are compared with those of a run on one rank too.
     """
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:
@@ -116,7 +115,7 @@ def tolerance_of(case: Case) -> Tolerance:
     """Run the plain model; return its result and the allowed error of a scheduled model, as a Tolerance.
 
     This error is a fixed share of each value if both models run in one dtype. Else it is measured on plain runs in the
-    scheduled model's dtype that add in different orders.
+    scheduled model's dtype, which differ in the order of rows and in the attention code.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])

@@ -42,7 +42,7 @@ class Seen:
         logits: output [rows, S tokens, ..] of the perturbed rows (copies of a row with one token changed).
         modules: path of a module --> its first output [rows, S, ..], in the order in which modules end.
         losses: kind of rows (a key of `Rows.trained`) --> loss of a training step.
-        grads: the same key --> parameter --> gradient, unsharded and summed; empty where the logits were wrong.
+        grads: the same key --> parameter --> gradient, unsharded, summed over cp; empty where the logits were wrong.
     """
 
     logits: Tensor
@@ -133,7 +133,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def _training_difference(case: Case, plain: Seen, found: Seen) -> str:
-    """Compare losses and gradients of training steps in `found` with `plain`; return the first difference or ""."""
+    """Compare losses and gradients of `found` with `plain`; return the first that is off by a share > 1e-4, or ""."""
     tied = case.truth.tied if case.truth else {}
     for kind, want in plain.losses.items():
         loss, grads = found.losses[kind], plain.grads[kind]

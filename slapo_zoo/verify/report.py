@@ -113,7 +113,7 @@ class Report:
         return lines + [f"      {path}: {text}" for path, text in self.directives[:NAMED]]
 
     def raise_if_wrong(self, where: str) -> None:
-        """Raise a VerifyError with the text of this report, unless all agrees; `where` names the caller in the error."""
+        """Raise a VerifyError with the text of this report if `ok` is False; `where` names the caller in the error."""
         if not self.ok:
             missing = "add the directive that is missing (shard, or sync at a sharded module), or correct one that fails"
             hint = "repair the directives named above" if self.directives else missing

@@ -115,7 +115,7 @@ def _weights_data(found: Any) -> dict[str, Any]:
 
 
 def _step_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, a simulated training step as `_forecast` returns it; bytes and seconds."""
+    """Return data for `--json` from `found`, the tuple that `_forecast` returns; seconds and bytes."""
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
@@ -126,8 +126,8 @@ def _step_data(found: Any) -> dict[str, Any]:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return two tables on `found`, a simulated training step as `_forecast` returns it: time of each pipeline stage,
-    and memory of each rank. `order` is the name of the pipeline order.
+    """Return two tables on `found`, the tuple that `_forecast` returns on a step: time of each pipeline stage,
+    and memory of each rank. `order` is the name of the pipeline order, such as "1f1b".
     """
     from slapo_zoo.weights.ledger import as_table, filled, human
 

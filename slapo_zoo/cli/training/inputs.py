@@ -61,7 +61,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_inputs(options: TrainOptions, config: Any) -> Inputs:
-    """Return rows for training and evaluation, and the tokenizer; raise an error if they do not fit the model."""
+    """Read rows for training and evaluation, and the tokenizer; DataError for too few rows or too large token ids."""
     tokenizer, cls = load_tokenizer(options.model), TASKS[options.task or "causal"]
     held = None
     if options.stream:

@@ -224,7 +224,7 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return {option name: value} with each value converted to the option's type, and old names by current ones.
+    """Return {option name: value} with each value converted to the option's type, and old option names replaced.
 
     ConfigError, which names `where` (a file or a flag), is raised for an unknown name or an illegal value.
     A number may be given as a text, such as "1e-4".
