@@ -171,7 +171,7 @@ def join(path: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """One module to which a directive is applied: its path, the module itself, and the state of the schedule."""
+    """One module to which a change (a directive) is applied: path, the module itself, and the state of the schedule."""
 
     path: str
     module: nn.Module
@@ -235,12 +235,12 @@ class Directive:
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "Directive":
-        """Construct the directive that the call `sch[path].<name>(*args, **kwargs)` stands for."""
+        """Construct the directive (change to a module) that the call `sch[path].<name>(*args, **kwargs)` stands for."""
         return cls(*args, **kwargs)
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Construct the directive of a call `sch[path].<name>(...)`; ScheduleError for wrong arguments names `path`."""
+        """Construct the directive for `sch[path].<name>(*args, **kwargs)`; wrong arguments raise ScheduleError."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:
@@ -265,7 +265,7 @@ class Directive:
         raise NotImplementedError(f"{self} cannot be undone: begin again with a new model")
 
     def local(self) -> str:
-        """Return the reason why the directive cannot be written as JSON (it holds a live callable or module), or ''."""
+        """Return why this change cannot be written as JSON (it holds a live callable or module); '' if it can."""
         for name, value in self.arguments().items():
             if name == "subgraph" and not isinstance(value, str):
                 live = "holds nodes of a graph in memory, but JSON only a regex over module names"

@@ -1,4 +1,4 @@
-"""Explain a schedule: the directives of each module, and the collectives that they cause in a training step."""
+"""Explain a schedule: the changes (directives) to each module, and the collectives that they add to a training step."""
 
 import re
 from collections import Counter
@@ -33,7 +33,7 @@ class TrafficRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Result of `explain`: the directives of each module and the collectives of one training step.
+    """Result of `explain`: the changes (directives) to each module and the collectives of one training step.
 
     Args:
         done: path of a module --> its directives as text, in order.
@@ -72,7 +72,7 @@ class Explanation:
         return list(dict.fromkeys([*self.done, *after]))
 
     def _about(self, path: str) -> tuple[str, ...]:
-        """Return the printed lines of one module: each of its directives, and below it the collectives it causes."""
+        """Return the printed lines about the module at `path`: each change, then the collectives that it causes."""
         own = Counter((t.directive, t.phase, t.kind, t.mesh_dim, t.bytes) for t in self.at(path))
         lines = []
         for directive in dict.fromkeys([*self.done.get(path, ()), *(key[0] for key in own)]):

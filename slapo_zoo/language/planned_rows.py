@@ -45,7 +45,7 @@ def planned_rows(
     stages: Callable[[str], tuple[int, ...]],
     row_shards: int = 1,
 ) -> dict[str, TensorPlan]:
-    """Return {tensor name: its TensorPlan, i.e. shape, sharding and gradient sums}, in the order of the model's state dict.
+    """Return {tensor name: TensorPlan (shape, sharding, all-reduces of its gradient)} in the order of `whole`.
 
     Args:
         state: state of a schedule whose directives have all been applied.

@@ -1,4 +1,4 @@
-"""Schedule: a model, a mesh, and the list of directives that were applied to the model."""
+"""Schedule: a model, a mesh, and the list of the changes (directives) that were made to the model."""
 
 import dataclasses
 import difflib
@@ -147,7 +147,7 @@ class Selection(_Methods):
 
 
 class Schedule(Selection):
-    """A model that is being transformed, and the history of directives applied to it.
+    """A model that is being transformed, and the list of directives (changes to modules) applied to it so far.
 
     Args:
         model: any module; directives change it in place.
@@ -209,7 +209,7 @@ class Schedule(Selection):
         return found
 
     def do(self, pattern: str, directive: Directive) -> "Schedule":
-        """Check a directive at every module that `pattern` matches, then apply and record it; return this schedule."""
+        """Check `directive` at every module that `pattern` matches, then make and record the change; return self."""
         modules, state = self.state.modules, self.state
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:
@@ -231,7 +231,7 @@ class Schedule(Selection):
         return find(self.state.modules[path], path, what)
 
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
-        """Apply the directives of another schedule, or (pattern, directive) pairs, to this model; return this schedule."""
+        """Apply the changes that `history` lists, or another schedule has made, to this model; return this schedule."""
         steps = history.history if isinstance(history, Schedule) else history
         for step in steps:
             is_pair = isinstance(step, list | tuple) and len(step) == 2
@@ -244,7 +244,7 @@ class Schedule(Selection):
         return self
 
     def to_json(self) -> str:
-        """Return the history as JSON; a directive that holds a callable or module raises ScheduleError."""
+        """Return the list of changes as JSON; a change that holds a callable or module raises ScheduleError."""
         for pattern, directive in self.history:
             if reason := directive.local():
                 hint = "use a registered name instead of an object, or do not save this schedule"
@@ -253,7 +253,7 @@ class Schedule(Selection):
         return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
 
     def explain(self, batch: Mapping[str, Any] | None = None) -> Explanation:
-        """Return, for each module, its directives and the collectives that they cause in one training step.
+        """Return, per module, the changes (directives) to it and the collectives that they cause in one training step.
 
         The step is a dry run on fake tensors: nothing is computed, sent or changed, and no process group is
         needed. Print the result, or read `.transfers` and `.totals()`. With pp > 1 the result covers the stages of this
@@ -277,9 +277,9 @@ class Schedule(Selection):
         return explain(self.state, landed, example)
 
     def undo(self) -> "Schedule":
-        """Undo the last directive where its primitive supports that (a pipeline cut), and drop it from the history.
+        """Undo the last change if it is of a kind that can be undone (a pipeline cut), and drop it from the history.
 
-        Most directives change the model in place, e.g. keep only a shard of a weight, and cannot be undone.
+        Most kinds change the model in place, e.g. keep only a shard of a weight, and cannot be undone.
 
         Raises:
             ScheduleError: the history is empty, or the directive cannot be undone; the hint gives a way around.
@@ -299,7 +299,7 @@ class Schedule(Selection):
         return self
 
     def diff(self, other: "Schedule") -> str:
-        """Return a unified diff between the directives of this schedule and those of `other`; '' if equal."""
+        """Return a unified diff of the changes made by this schedule and by `other`, one per line; '' if equal."""
         mine, theirs = (str(s).splitlines() for s in (self, other))
         return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=1))
 
@@ -308,7 +308,7 @@ class Schedule(Selection):
 
 
 def from_json(text: str) -> list[Step]:
-    """Return the list of (pattern, directive) that `Schedule.to_json` wrote; ScheduleError if `text` is malformed."""
+    """Return the list of (module pattern, directive) in `text`, JSON of `to_json`; ScheduleError if it is malformed."""
     try:
         document = json.loads(text)
     except (ValueError, TypeError) as error:
@@ -348,5 +348,5 @@ def _step(index: int, step: Any) -> Step:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert JSON lists, also nested ones, to tuples, because fields of directives are tuples; return other values."""
+    """Return `value` from JSON with lists, also nested ones, turned into tuples, which the fields of directives are."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

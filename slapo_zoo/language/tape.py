@@ -119,7 +119,7 @@ class Transfer(NamedTuple):
         phase: "forward", "backward" (includes a recomputed forward) or "after backward".
         bytes: size of the unsharded tensor that is reduced, gathered or scattered.
         path: module that causes the collective.
-        directive: the directive that inserted the collective, as text.
+        directive: the change of the schedule that inserted the collective, as text.
     """
 
     kind: str

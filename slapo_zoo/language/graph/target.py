@@ -1,4 +1,4 @@
-"""Resolve the `subgraph` argument of a directive to the subgraphs that it names."""
+"""Resolve the argument `subgraph` of a change to a traced module (`fuse`, ...) to the graph nodes that it names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from slapo_zoo.language.graph.pattern import Pattern
 
 
 def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
-    """Return the subgraphs that a directive's `subgraph` argument names in a traced module; ScheduleError for none.
+    """Return the subgraphs of a traced module that `spec` names, or raise ScheduleError if there are none.
 
     Args:
         site: the traced module, with its path.
-        directive: the directive, for errors.
+        directive: the change whose argument `subgraph` is `spec`, for errors.
         spec: a regex (each called module of that name is a subgraph), a pattern function or Pattern, a subgraph
             or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
     """

@@ -98,8 +98,8 @@ def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -
 
     Args:
         modules: all modules of the model by path.
-        path: path of the module that a directive is to change.
-        what: the directive, for the error.
+        path: path of the module that the schedule is about to change.
+        what: the change (directive), for the error.
     """
     end = -1
     while end < len(path):

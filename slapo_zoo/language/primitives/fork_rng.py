@@ -132,7 +132,7 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Record of the linear before a dropout (`ForkRng.after`); `ran` is True from the linear's call to the dropout's.
+    """Record of the linear before a dropout; its attribute `ran` is True from the linear's call to the dropout's.
 
     `run` is the range of the linear's output columns on this rank, `size` the number of columns on all ranks.
     """

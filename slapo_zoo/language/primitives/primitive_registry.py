@@ -97,7 +97,7 @@ class SiteView:
 
 
 def _adapt(cls: Any) -> type[Directive]:
-    """Make a Directive class that calls the static `apply` of a registered class."""
+    """Return a Directive class that calls the static `apply` of `cls`, a class that is no Directive itself."""
 
     class Adapted(Directive):
         __doc__ = cls.__doc__

@@ -123,7 +123,7 @@ class Shard(Directive):
 
     @property
     def placement(self) -> Placement:
-        """Return the Placement of the tensor under this directive: which indices of which axis each rank holds."""
+        """Return the tensor's Placement after this directive: the axis, and which indices of it each rank holds."""
         return Placement(
             self.axis,
             self.mesh_dim,

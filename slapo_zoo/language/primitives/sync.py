@@ -75,7 +75,7 @@ def _in_tree(op: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Apply `op` to the first tensor and to each [B, S, D] tensor with the same B and S (a residual).
+    """Apply `op` to the first tensor argument and to each 3-D one with the same first two sizes (a residual [B, S, D]).
 
     Returns (args, kwargs) with all other values unchanged.
     """
