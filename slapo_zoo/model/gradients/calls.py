@@ -97,8 +97,8 @@ class Calls:
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
         """Prepare a forward call of the model or a submodule in the user's own loop: register gradient hooks.
 
-        `batch` holds the arguments of the call; if `trains` (training mode), tp and cp ranks compare hashes of `batch`.
-        Trained parameters outside the model from which the inputs are computed (a soft prompt) are hooked too.
+        `batch` holds the arguments of the call; with `trains` (training mode) MeshError if hashes of `batch` differ
+        between tp or cp ranks. Trained parameters outside the model that make inputs (a soft prompt) are hooked too.
         """
         if not torch.is_grad_enabled():
             return

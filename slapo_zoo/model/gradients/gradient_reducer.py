@@ -199,7 +199,7 @@ class GradientReducer:
         return met
 
     def _have_grad(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return the id() of each parameter with a gradient on some dp rank; None if `asks_hosts` is False."""
+        """Return the id() of each parameter with a gradient on some dp rank; None in a step that does not ask."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False

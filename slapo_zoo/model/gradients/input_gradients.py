@@ -52,7 +52,8 @@ class InputGradients:
 
     def add_from_loss(self, loss: Tensor, output: Any) -> None:
         """Register the parameters outside the model (a head) from which the user's `loss` of the model's `output` is
-        computed, so that they get gradients. SlapoError if pp > 1 and a parameter was not known before the step.
+        computed, so that they get gradients. SlapoError if pp > 1 and one is in neither the batch nor a module
+        `loss_fn`.
         """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return

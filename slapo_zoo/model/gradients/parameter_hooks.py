@@ -25,7 +25,7 @@ class OnWhole:
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return this rank's shard of what the user's hook returns; None in `train_step`: `run_later` runs it there."""
+        """Return this rank's shard of the hook's result; None in `train_step`, where `run_later` calls the hook."""
         reducer = self.reducer()
         if reducer is None:  # the model was deleted, its parameter not
             return self.hook(grad)

@@ -78,8 +78,8 @@ class StepGuard:
     ) -> None:
         """Copy a sample of the gradients at the end of a backward, when sums over ranks are complete.
 
-        `named` maps names to trained parameters; this rank's `plan` says which are replicated over tp. MeshError if
-        norms of these, or after a backward that `averaged` gradients over dp norms of any, differ between replicas.
+        `named` maps names to trained parameters; `plan` says which are replicated over tp: MeshError if norms of these
+        differ between tp ranks or, after a backward that `averaged` gradients over dp, norms of any between dp ranks.
         `trained` is how many ranks along pp and dp have trained parameters (a scalar); None: all.
         """
         if not self.needed:
@@ -135,8 +135,7 @@ class StepGuard:
 
     def before_step(self) -> None:
         """Raise MeshError on all ranks if they scaled gradients by different factors since the last backward (found
-        from copies of some elements), if tp ranks differ in gradients of a replicated parameter, or if a rank takes no
-        step.
+        from copies of some elements), if replicated gradients differ between tp ranks, or if a rank takes no step.
         """
         if not self.fresh:
             return

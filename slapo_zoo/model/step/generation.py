@@ -52,7 +52,7 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError if `batch` has a KV cache of all heads (peft's prefix tuning); a tp rank computes some heads."""
+    """Raise SlapoError if `batch` has a KV cache of all heads (peft's prefix tuning), of which a tp rank has some."""
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)

@@ -110,7 +110,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[Tensor], mesh: Mesh) -> None:
-        """Divide gradients of `parameters` by the loss scale; if any rank has inf or nan, drop all, halve the scale."""
+        """Divide `parameters`' gradients by the loss scale; if a rank has inf or nan, clear all and halve the scale."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]

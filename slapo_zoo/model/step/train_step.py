@@ -337,9 +337,9 @@ def _loss(output: Any, _part: Any) -> Tensor:
 def _accumulate(
     engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
 ) -> Tensor:
-    """Run `count` micro-batches one after the other, without a pipeline; return the sum of their losses.
+    """Run `count` micro-batches one after the other, without a pipeline; return the sum of their shares of the loss.
 
-    `run` maps (batch, row indices) of a micro-batch to its loss; `engine` runs each backward and reduces the gradients
+    `run` maps (micro-batch, indices of its rows) to its share; `engine` runs each backward and reduces the gradients
     over dp. Micro-batches split the entries `tensors` of the batch by rows, and each gets all of `others`.
     """
     total: Any = 0.0
