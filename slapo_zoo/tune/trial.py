@@ -61,7 +61,7 @@ class Job:
         return math.prod(int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
 
     def config(self) -> tuple[Any, str | None]:
-        """Return (config of the model with `changes`, name of its head class; None if the config names that)."""
+        """Return (config of the model with `changes`, name of its model class; None if the config names that)."""
         config, head = config_of(self.model)
         for name, value in (self.changes or {}).items():
             setattr(config, name, value)
@@ -81,7 +81,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Return the rank's outcome: limit its memory, compare its loss with `job.probe` (kind "wrong"), time its steps."""
+    """Return the rank's outcome: limit memory, compare the loss with `job.probe` (if off: "wrong"), time the steps."""
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:

@@ -73,7 +73,7 @@ def save_id(sums: Mapping[str, int], stamp: str) -> str:
 
 
 def save_in(folder: Path) -> str:
-    """Return the id of the save in the first `model*.safetensors` of a folder of slapo_zoo; KeyError if it has none."""
+    """Return the save's id in the first `model*.safetensors` of a folder that slapo_zoo wrote; KeyError if it has none."""
     with SafetensorsFile(min(folder.glob("model*.safetensors"))) as file:
         return file.metadata[SAVE_ID]
 

@@ -189,13 +189,13 @@ def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
         sch: schedule of `create_schedule`, with its directives applied.
         place: a folder (a `Path`, a text that begins with `.`, `/` or `~`, or an existing one), or
             org/name on the Hub, created if it does not exist.
-        **options: token, private, tag, message, parent of a repository; a folder takes none.
+        **options: of a repository: token, private, tag, message, parent (expected newest sha); of a folder: none.
 
     Returns:
         the argument for `apply_card`: the folder, or `org/name@sha`.
 
     Raises:
-        CardError: a directive holds a Python object (e.g. a module) or a primitive that cards do not allow.
+        CardError: a directive holds a Python object (e.g. a module), or is of a kind that cards do not allow.
     """
     return publish(sch.mesh, functools.partial(card_of_module, sch), place, **options)
 

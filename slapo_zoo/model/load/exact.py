@@ -43,7 +43,7 @@ _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
-    """Load a model that trains with the same bits on every mesh that divides the virtual one; return an ExactModel.
+    """Load and return an ExactModel, which trains with the same bits on every mesh whose sizes divide the virtual ones.
 
     `options.exact` gives the sizes of the virtual mesh, whose ranks are threads; each process runs an equal number.
 

@@ -182,7 +182,7 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage on a micro-batch; return the output, or if not last raise StageDone to `StageLayer`."""
+        """Run this rank's stage on a micro-batch; return the output on the last stage; on others raise StageDone."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(

@@ -39,7 +39,7 @@ class TargetEngine:
         """Run one optimizer step: forward, backward, clipping, step, zero_grad.
 
         Args:
-            batch: this dp rank's rows with labels; ranks that differ only in tp or pp pass the same rows.
+            batch: this dp rank's rows with labels; ranks that differ only in tp, pp or cp pass the same rows.
             micro_batches: number of equal parts of the rows; None takes the model's default.
             loss_fn: a loss of your own, (output, batch) --> scalar; only with target="torch". None: the model's.
 

@@ -148,8 +148,8 @@ class _DdpStages(DataParallel):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches through the pipeline (`step`: see `DataParallel.run_stages`); return the sum of their
-        losses on the last stage, 0 on others. DDP's reducer averages gradients in the last micro-batch's backward.
+        """Run `step` (loss function, entries to split by rows, other entries, number of micro-batches); return the sum
+        of the losses on the last stage, 0 on others. DDP averages gradients in the last micro-batch's backward.
         """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         return pipeline_step(pipeline, *step, before_last=self._expect_gradients)
@@ -193,8 +193,8 @@ class _Fsdp2Stages(_Fsdp2):
         native.set_reshard_after_backward(False, recurse=False)
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches through the pipeline (`step`: see `DataParallel.run_stages`); return the sum of their
-        losses on the last stage, 0 on others. Each backward reduce-scatters the gradients of its blocks.
+        """Run `step` (loss function, entries to split by rows, other entries, number of micro-batches); return the sum
+        of the losses on the last stage, 0 on others. Each backward reduce-scatters the gradients of its blocks.
         """
         try:
             return pipeline_step(pipeline, *step)
