@@ -32,9 +32,9 @@ def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
 
     Args:
         cut: number of cp ranks that shard the tokens of each row, this rank's index, and "gather", "ring" or "ulysses".
-        given: the attention module of `transformers`; queries [B, H, s, d], keys and values [B, K, t, d] of this
-            rank's tokens; mask or None; options of the attention function; function (q, k, v, mask, options) -->
-            (output, weights) that computes attention.
+        given: in this order: the attention module of `transformers`; queries [B, H, s, d], keys, values [B, K, t, d] of
+            this rank's tokens; mask or None; dict of further arguments of the attention function; function (q, k, v,
+            mask, options) --> (output, weights) that computes attention.
     """
     if torch.compiler.is_compiling():
         problem = "compiled code would not gather the keys of the other ranks"

@@ -31,8 +31,8 @@ class Body:
         base: path of the base model in `model`, "" if it has none.
         blocks: paths of the model's repeated blocks, in running order.
         stream: random stream of the model, where dropout and attention read which tokens this rank computes.
-        shard: function (TokenCut, {name: tensor}, {name: other value}), of the arguments with which the hooked module
-            is called --> the same two dicts with this rank's tokens only.
+        shard: function (TokenCut, {name: tensor}, {name: other value}) --> the same two dicts with this rank's tokens
+            only; the dicts are arguments with which the base model, or its encoder and decoder, are called.
 
     Raises:
         ArchitectureError: no module below the model holds the blocks.

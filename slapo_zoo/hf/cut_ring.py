@@ -95,7 +95,7 @@ def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     options: dict[str, Any], run: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return (output [B, s, H, d], None) of this rank's queries and the keys of all ranks.
+    """Return (output [B, s, H, d], None) of the attention of this rank's queries to the keys of all cp ranks.
 
     q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
     `attention` is transformers' module, `options` its further arguments; `run` holds dropout and scaling of the call.

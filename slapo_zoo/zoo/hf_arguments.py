@@ -105,7 +105,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
 
     Args:
         given: further arguments; `attn_implementation` and `torch_dtype` are removed.
-        attention: value of slapo_zoo's own argument; SlapoError if the user gave both.
+        attention: value of slapo_zoo's `attention=`; SlapoError if `attn_implementation` was given too.
         dtype: value of the argument `dtype`, which prevails over `torch_dtype`; None means "auto".
     """
     theirs = given.pop("attn_implementation", None)

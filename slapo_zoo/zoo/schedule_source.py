@@ -53,9 +53,9 @@ def extend(function: Callable[[Any], Any]) -> Extended:
 
 
 def kind_of(schedule: Any) -> Kind:
-    """Return the kind of a `schedule=` value: "zoo" (the family's table), "auto" (a table, derived if there is none),
-    "table" (a Table), "card" (published schedule), "steps" (a Schedule or its directives), "function" (applied instead
-    of a table) or "extended" (the family's table, then a function).
+    """Return the kind of a `schedule=` value: "zoo" (the family's sharding rules), "auto" (these, or derived ones if it
+    has none), "table" (a Table of rules), "card" (published schedule), "steps" (a Schedule or its directives),
+    "function" (applied instead of rules) or "extended" (the family's rules, then a function).
 
     Raises:
         SlapoError: the value is of no known kind.

@@ -15,7 +15,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
     Args:
         model: a model without a schedule, on any device.
-        seen: observed forward of a tiny model, by which lists whose modules run several times are left out, or None.
+        seen: observed forward of a tiny model; lists whose modules ran several times in it are left out. None: no list.
     """
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if p not in tables) or 1
