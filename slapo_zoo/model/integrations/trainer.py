@@ -43,7 +43,7 @@ class ScheduledTrainer(Trainer):
     `per_device_train_batch_size` counts the rows of a dp rank; ranks that differ only in tp, pp or cp read the
     same rows. With gradient accumulation the loss is the mean over all targets of a step, on all dp ranks.
     A `compute_loss` of your own, `compute_loss_func` and label smoothing get unsharded logits; they need pp=1.
-    If the model has `precision="fp16"`, backwards multiply the loss, also yours, by its loss scale.
+    If the model has `precision="fp16"`, each backward multiplies the loss, also one of your own, by a loss scale.
     This class can be combined with a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`;
     an adapter given as `peft_config=` is then sharded as by `model.add_adapter`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.

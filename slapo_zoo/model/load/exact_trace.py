@@ -103,7 +103,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 @dataclass
 class ExactTrace:
-    """Recorded operations of all virtual ranks (threads; ranks of the mesh `exact=`): rows (operation, module, digest).
+    """Recorded operations of all virtual ranks (threads, see `exact=`): rows (operation, module, digest of its results).
 
     Args:
         rows: virtual rank --> the rows of its operations, in order.
