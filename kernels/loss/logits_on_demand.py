@@ -46,7 +46,7 @@ class Head:
     Args:
         linear: module with the weight [V, H] (over tp: a shard of its rows) and bias.
         logits: maps rows [..., H] to logits [..., V].
-        before: acts on each row before `linear` (BERT's transform), or None.
+        before: function that maps rows to the rows for `linear` (BERT's transform), or None.
         vocab_size: number of classes V.
         group: ranks that shard the vocabulary, or None.
         summed: whether the module before the head all-reduces the gradient of the rows over the group.

@@ -122,7 +122,7 @@ class Comparison:
         worst: name of a check --> largest error divided by the allowed error.
         counts: name of a check --> number of comparisons.
         factor: f if every gradient is f times the plain model's and f is not 1; else None.
-        apart: largest error beyond its tolerance, relative to the magnitude of the compared tensors.
+        apart: largest error among those beyond tolerance, divided by the largest element of the compared tensors.
     """
 
     findings: list[Finding] = field(default_factory=list)

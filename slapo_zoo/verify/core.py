@@ -110,7 +110,7 @@ class _Verification:
         return Report.of(case.cls, self.trial.mesh, found, divergence, schedule, error, case.seed)
 
     def _does_not_run(self, error: Exception) -> Report:
-        """Return the report of a schedule that raised `error`; the module that was running is its first difference."""
+        """Return the report of a schedule that raised `error`; it names the module that was running as first difference."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
         paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)
@@ -133,7 +133,7 @@ class _Verification:
         return ()
 
     def _located(self) -> Divergence | None:
-        """Return the first difference from the plain model, or None if none is found; the search runs with dropout if only
+        """Return the first difference from the plain model, or None if none is found; the searched step has dropout if only
         the check with dropout failed. With cp > 1, where each rank has only some tokens, no tensors of modules are
         compared: the difference is in the loss, in all gradients, or at the first parameter that a failed check names.
         """

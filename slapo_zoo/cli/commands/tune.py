@@ -38,7 +38,7 @@ def tune(
     """Search for the fastest configuration (batch size, recomputation, kernels, layout) of a model by measuring.
 
     Each configuration is measured in a process of its own. Reports distinguish out of memory, a crash, a
-    time-out, wrong numbers and slowness. A configuration whose result is in --db is not measured again.
+    time-out, a wrong loss and slowness. A configuration whose result is in --db is not measured again.
     """
     from slapo_zoo.pipeline.trace_files import require_matplotlib
     from slapo_zoo.tune import tuning_report as show

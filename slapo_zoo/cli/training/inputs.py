@@ -35,7 +35,7 @@ class Inputs:
     tokenizer: Any = None
 
     def summary(self) -> str:
-        """Return one line of text on the task, the number of rows, and whether documents in a row see each other."""
+        """Return one line of text on the task, the number of rows, and whether documents in a row attend to each other."""
         task, held = self.batches.task, self.held_out
         what = f"{len(self.batches.rows)} rows" if isinstance(self.batches, Batches) else "a stream of rows"  # fmt: skip
         what += f" of up to {task.seq_len} tokens"
@@ -150,8 +150,8 @@ def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
-    """Return the rows of `data`, the opened data set `name`, tokenized by `task`. The user's column names are ignored
-    for an evaluation file of plain text.
+    """Return the rows of `data`, the opened data set `name`, tokenized by `task`. The option `columns` is ignored for an
+    evaluation file of plain text.
     """
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns
