@@ -1,5 +1,6 @@
 """Stages of `gpu-day` that run full models: dropout masks, several ranks on one device, loading and saving."""
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from gpu_models import batch_of, config_of, device
 LAYOUTS: dict[str, dict[str, Any]] = {
     "group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "zero2": {"dp": 2, "dp_shard": 2},
     "offload": {"checkpoint_ratio": 1.0, "checkpoint_policy": "offload"},
+    "sp2": {"tp": 2, "sequence_parallel": True}, "tp2pp2": {"tp": 2, "pp": 2}, "pp2dp2": {"pp": 2, "dp": 2},
+    "cp2": {"cp": 2},
 }  # fmt: skip
 CASES = ("masks:bits", *(f"ranks:{name}" for name in LAYOUTS), "load:files")
 CLOSE = 1e-4  # relative tolerance of a loss in fp32 with dropout: masks are equal, the order of sums is not
@@ -61,7 +64,7 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     from slapo_zoo.parallel.ranks.launch import run_local
 
     layout = LAYOUTS[what]
-    nprocs = max(layout.get(mesh_dim, 1) for mesh_dim in ("tp", "pp", "dp"))
+    nprocs = math.prod(layout.get(mesh_dim, 1) for mesh_dim in ("tp", "pp", "dp", "cp"))
     wanted = train({})
     # nccl if every rank has a device of its own; else gloo, which carries CUDA tensors
     each = run_local(train, nprocs, (layout,), timeout=100, start="spawn", threads=1)
@@ -74,10 +77,9 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def train(layout: dict[str, Any]) -> list[float]:
-    """Train GPT-2 and BERT for three steps each on this rank, and return the losses."""
-    return [
-        loss for family in ("GPT2LMHeadModel", "BertForMaskedLM") for loss in _train(family, layout)
-    ]
+    """Train GPT-2, BERT and Llama for three steps each on this rank, and return the losses."""
+    families = ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM")
+    return [loss for family in families for loss in _train(family, layout)]
 
 
 def _train(family: str, layout: dict[str, Any]) -> list[float]:

@@ -246,7 +246,7 @@ class CoreAttention(nn.Module):
         return (probabilities @ v).transpose(1, 2).contiguous()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the compiler of torch < 2.13 hashes it before it has fields
 class OverKeys:
     """Function (q, k, v, mask, options) --> (output, weights), which runs a `CoreAttention` with these fixed arguments.
 
