@@ -35,7 +35,7 @@ def register_attention() -> None:
     if not hasattr(find, "__wrapped__"):
         found = with_all_positions(packing_without_wait(find), 0)
         masking_utils.find_packed_sequence_indices = found
-        name = "packed_sequence_compatibility_function"  # transformers >= 5.23 reads positions again
+        name = "packed_sequence_compatibility_function"  # newer transformers alone
         if apart := getattr(masking_utils, name, None):
             setattr(masking_utils, name, with_all_positions(apart, 1))
     for name, backend in BACKENDS.items():
