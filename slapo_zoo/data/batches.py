@@ -24,7 +24,7 @@ class Batches:
 
     Args:
         rows: `datasets.Dataset` of tokenized rows.
-        task: task that makes batches from rows.
+        task: Task whose method `collate` makes a batch from rows.
         batch_size: rows per step, over all data-parallel ranks together.
         seed: seed of the order of the rows, and of which tokens are masked.
     """
@@ -84,7 +84,7 @@ class Stream:
 
     Args:
         source: a `Source`, which opens the data and yields tokenized rows.
-        task: task that makes batches from rows.
+        task: Task whose method `collate` makes a batch from rows.
         batch_size: rows per step, over all data-parallel ranks together.
         seed: seed of the order within a block, and of which tokens are masked.
         block: rows per block, rounded down to whole batches.
@@ -116,7 +116,7 @@ class Stream:
         return part_of(self.task.collate(rows, generator_of(self.seed, step, CHANCE)), dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return {name: value} that a checkpoint keeps to resume at `step`: settings, and where its block begins."""
+        """Return {name: value} that a checkpoint keeps to resume at `step`: settings, beginning of the step's block."""
         at = self.next if self.next and step // self.steps > self.start["block"] else self.start
         return {**_settings(self), "block_steps": self.steps, "at": at}
 
@@ -138,7 +138,7 @@ class Stream:
         return [row for row, _, _ in found], place
 
     def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
-        """Yield (row, number of its epoch, opened data set) from the position `self.start` on, without end."""
+        """Yield (row, number of its epoch, iterable data set that has the row) from `self.start` on, without end."""
         epoch, place = self.start["epoch"], self.start["source"]
         while True:
             data, is_empty = self.source.opened(), place is None
@@ -166,7 +166,7 @@ def order_of(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tensor]:
-    """Return the rows of data-parallel rank `dp_coord` of `dp` from `batch`, which holds those of all ranks."""
+    """Return, of the `batch` of all `dp` data-parallel ranks, {name: [rows, ...]} with the rows of rank `dp_coord`."""
     return {name: whole.chunk(dp)[dp_coord].contiguous() for name, whole in batch.items()}
 
 
@@ -181,9 +181,9 @@ def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
 
 
 def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Draw rows to hold out, by `seed`; return (training rows, held-out rows), each in the order of the data.
+    """Divide `rows`, a `datasets.Dataset`, at random by `seed`; return (training, held-out rows), in their old order.
 
-    `share`, from 0 to 1, is the part of `rows`, a `datasets.Dataset`, that is held out.
+    `share`, from 0 to 1, is the fraction of the rows that is held out for evaluation.
     """
     order, count = np.random.default_rng(seed).permutation(len(rows)), round(share * len(rows))
     rest, held = (np.sort(part) for part in (order[count:], order[:count]))
@@ -191,7 +191,7 @@ def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 
 def checksum(rows: Any) -> int:
-    """Return a checksum of `rows`, a `datasets.Dataset`; of more than SAMPLE (4096) rows only SAMPLE are read."""
+    """Return a checksum of `rows`, a `datasets.Dataset`; of more than SAMPLE (4096) rows, SAMPLE evenly spaced ones."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64))
     found = 0
     for name, column in sorted(rows[numbers.tolist()].items()):

@@ -131,7 +131,7 @@ def check_split(name: str, split: str, own: Iterable[str]) -> None:
 
 
 def ask_the_hub(name: str) -> None:
-    """Ask the Hub once for the data set `name`, so that a connection error comes at once; `datasets` would retry."""
+    """Ask the Hub once for the data set `name`, to raise a connection error at once: `datasets` would first retry."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -222,7 +222,7 @@ class Encoder:
     classes: tuple[str, ...] = ()
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
-        """Return {name: values}, tokens and labels, for raw columns `batch`; rows with a text of no token are left out."""
+        """Return {name: values}, tokens and labels, of `batch` {column: values}; drop rows with a text of no token."""
         found = {role: list(batch[name]) for role, name in self.columns.items()}
         for role, held in found.items():
             wanted = self.task.kinds.get(role, "a text")

@@ -43,7 +43,7 @@ class Task:
         raise NotImplementedError
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch {name: [rows, ...]} of `rows` from `encode`; `generator` draws e.g. which tokens to mask."""
+        """Return the batch {name: [rows, ...]} of `rows` {name: list} from `encode`; `generator` draws e.g. masks."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
@@ -100,8 +100,8 @@ class Causal(Language):
     head = "AutoModelForCausalLM"
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch of encoded `rows`: input_ids, labels, and with `document_masks` position_ids that restart
-        in each document.
+        """Return {"input_ids", "labels": the same ids, not shifted}, each [rows, tokens], of encoded `rows`. With
+        `document_masks` add position_ids that restart in each document, whose first token gets the label -100.
         """
         ids = as_tensor(rows["input_ids"])
         if not self.document_masks:
@@ -144,8 +144,8 @@ class Masked(Language):
         return self.seq_len - sum(map(len, self.frame))
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch of encoded `rows`: {"input_ids": with tokens masked by `transformers`, drawn by `generator`,
-        "labels": the masked tokens, at least one, and -100 elsewhere}.
+        """Return {"input_ids": ids of `rows`, masked as in BERT with `generator`, "labels": original ids of the tokens
+        to predict (with `rate` > 0 at least one per batch), and -100 elsewhere}.
         """
         from transformers import DataCollatorForLanguageModeling
 
@@ -316,7 +316,7 @@ class Translate(Task):
 
 @dataclass(frozen=True)
 class Pairs(Task):
-    """Contrastive task: find, among the texts of all rows, the text that belongs to a given one.
+    """Contrastive task: find the positive of each anchor among the positives of all rows in the batch.
 
     A row holds two texts, anchor and positive; a batch holds anchor, positive, anchor, positive, ...
     """
@@ -392,7 +392,7 @@ def _width(lists: Sequence[Sequence[int]], most: int) -> int:
 
 
 def _inputs(task: Task, rows: Columns) -> dict[str, Tensor]:
-    """Return padded input_ids, attention_mask and, if the tokenizer made them, token_type_ids: each [rows, tokens]."""
+    """Return {"input_ids", "attention_mask", and "token_type_ids" if `rows` have some}, each [rows, tokens], padded."""
     ids = rows["input_ids"]
     held = {"input_ids": (ids, pad_id(task.tokenizer)), "attention_mask": ([[1] * len(one) for one in ids], 0)}  # fmt: skip
     held |= {name: (rows[name], 0) for name in ASIDE if name in rows}

@@ -17,7 +17,7 @@ class Operation(NamedTuple):
     """One operator call of a dry run whose arguments depend on inputs of the forward only, not on parameters.
 
     Args:
-        func: the torch operator, or another function of tensors.
+        func: the torch operator, or `count_marked`, which counts the True elements of a mask that is used as an index.
         args: positional arguments of the operator, with fake tensors.
         kwargs: keyword arguments of the operator, with fake tensors.
         out: result of the operator, with fake tensors.
@@ -60,7 +60,7 @@ class DataReads:
         return found if found else DataReads()
 
     def hold(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a forward of `batch` (name --> input) reads the same values; runs the recorded operators."""
+        """Run the recorded operators on `batch` (name --> input); return whether they give the dry run's values."""
         real = {id(x): copied(batch[name]) for name, x in self.inputs.items()}
         for func, args, kwargs, out, facts in self.operations:
             args, kwargs = tree_map(
@@ -85,7 +85,7 @@ def copied(value: Tensor) -> Tensor:
 
 
 def facts_of(found: Any) -> list[Any]:
-    """Return what Python can read from an operator's result `found`: a list of its tensors' shapes and its numbers."""
+    """Return a list of what Python reads from an operator's result `found`: each tensor's shape, and each number."""
     return [tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(found)]
 
 

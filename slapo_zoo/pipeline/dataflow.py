@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor that a block or head returns: index of the call in the forward, index in the flat output."""
+    """Name of a tensor that a block, embedding or head returns: index among their calls, index in the flat output."""
 
     call: int
     leaf: int
@@ -88,7 +88,7 @@ class Call:
         return replace(self, leaves=tuple(leaves))
 
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
-        """Return the call's output: `tensors` (index in the flat output --> tensor), else zeros on `device`."""
+        """Return the output with `tensors` (index in the flat output --> tensor), and zeros on `device` for others."""
         leaves = [
             (self.keep(i, tensors[i]) if i in tensors else leaf.stand_in(device))
             if isinstance(leaf, Shape) else leaf
@@ -98,7 +98,7 @@ class Call:
 
 
 def calls_of(rows: Iterable[Row]) -> list[Call]:
-    """Return the unit calls (blocks, embeddings, heads) in `rows`, the operators of a recorded forward, with their inputs."""
+    """Return a Call for each call of a block, embedding or head in `rows`, the operators of a recorded forward."""
     calls: list[Call] = []
     origin: dict[int, frozenset[Value]] = {}
     guessed, rest = False, frozenset[Value]()

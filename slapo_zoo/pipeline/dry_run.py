@@ -85,7 +85,7 @@ class DataTape(Tape):
     Tensors that are computed from the inputs alone also have real data; those computed from parameters have none.
 
     Args:
-        model: model with fake parameters; the forwards of its units are replaced until the recorder is closed.
+        model: model with fake parameters; modules in its units that branch on fake data return a copy of their input.
         units: paths of the modules whose calls are recorded.
     """
 
@@ -215,7 +215,7 @@ def program_of(
     None if a change holds an object that JSON cannot hold, such as a function.
 
     Args:
-        schedule: the model and the changes to its modules, on any rank.
+        schedule: this rank's model, its mesh and the recorded changes to its modules.
         cls: class of the model.
         units: paths of the modules whose calls are recorded.
         leave_out: names of the kinds of change, e.g. "checkpoint", that a dry run leaves out.

@@ -2,8 +2,7 @@
 
 `PipelineStage` of torch makes a receive buffer per micro-batch and direction before a step, and keeps every sent tensor
 until the step ends. Here a buffer is made when its receive is posted, and freed once it was used. A sent tensor is
-freed when a later message proves that the tensor arrived, also where autograd starts a backward from that tensor,
-which needs only the shape.
+freed when a later message proves that it arrived, although its backward has not run: autograd needs only its shape.
 """
 
 from bisect import bisect_right
@@ -22,10 +21,10 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return {action of `rank`: its earlier actions whose sent results have arrived once the action has its input}.
+    """Return {action of `rank`: earlier actions of `rank` whose results have arrived once that action has its input}.
 
-    A peer computes the input from tensors that it has received, so its arrival proves that these tensors, and those
-    that the peer used before, have arrived. So waiting for their sends never blocks.
+    The peer that sends this input has used those results, in the same or an earlier action. So waiting for their
+    sends never blocks. An action is the forward or backward of one micro-batch on one stage.
 
     Args:
         ranks: actions of each rank, in order.
@@ -77,9 +76,7 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start `operations` (torch's P2POps), which send the results of `action`; once these have arrived, `give_up()`
-        is called to free their memory.
-        """
+        """Start torch's P2POps `operations`, which send `action`'s results; `give_up()` frees these after arrival."""
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
@@ -113,7 +110,7 @@ class InFlightStage(PipelineStage):
     has_met = False
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        """Return torch's result, a tensor [1]: 1 if all stages up to this know their shapes; after the first step 1."""
+        """Return torch's vote, a tensor [1]: 1 if all stages up to this know their shapes; always 1 after step 1."""
         vote = super()._warmup_forward_vote
         return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
 
@@ -168,7 +165,7 @@ class InFlightStage(PipelineStage):
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of micro-batch `fwd_chunk_id`; then free received inputs that autograd has not saved."""
+        """Run the forward of micro-batch `fwd_chunk_id`; free inputs that autograd has not saved; return the output."""
         self.sends.release(Action(self.stage_index, FORWARD, fwd_chunk_id))
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._give_up_inputs(fwd_chunk_id)

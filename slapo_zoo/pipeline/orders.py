@@ -122,7 +122,7 @@ class StageMap:
         """Return the torch.distributed.pipelining runtime that runs the actions of the order on this rank's stages.
 
         Args:
-            stages: stage objects of this rank.
+            stages: this rank's stages, objects of a subclass of torch's `PipelineStage`.
             micro_batches: number of micro-batches of the step.
             **options: options of torch's class, e.g. `loss_fn`.
         """
@@ -158,7 +158,7 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
 
 
 def _dummy_stages(places: StageMap) -> list[Any]:
-    """Return stand-ins for rank 0's stage objects, with only the attributes from which torch computes an order."""
+    """Return rank 0's stages as objects with only those attributes from which torch computes the order of actions."""
     from torch.nn import Module
 
     known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
@@ -170,8 +170,8 @@ def _dummy_stages(places: StageMap) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _with_communication(places: StageMap, micro_batches: int) -> Any:
-    """Return torch's runtime, on dummy stages, of the order and placement `places`; the runtime has added the sends and
-    receives between the actions of `micro_batches` micro-batches.
+    """Return torch's pipeline runtime, made with dummy stages, for the order and placement in `places`. It holds each
+    rank's actions for `micro_batches` micro-batches, and the sends and receives that torch added between the actions.
 
     Uses the private `_Action` and `_PipelineScheduleRuntime`, as torch's `_load_csv` does.
     """

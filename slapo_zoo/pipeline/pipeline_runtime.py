@@ -46,7 +46,7 @@ class Pipeline:
         schedule: the model, its mesh and the recorded changes to its modules.
         cls: class of the model.
         units: paths of the modules that are never split between stages.
-        cursor: position of the running forward in this rank's stages.
+        cursor: state of this rank's running forward: latest call of a unit, tensors received and to be sent.
         places: placement and order of the stages.
     """
 
@@ -101,7 +101,7 @@ class Pipeline:
                 return dry_run(fake.model, self.units, mode, batch)
 
     def plans_of_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[int, StagePlan]:
-        """Return the StagePlans of the first micro-batch in `parts`, checked to hold for all micro-batches of the step.
+        """Return {stage of this rank: its StagePlan}, which holds for all micro-batches `parts` of a step.
 
         Raises:
             ScheduleError: the forward branches on data, and another micro-batch would send other values.
@@ -156,10 +156,10 @@ def fake_schedule(
     """Return (FakeTensorMode, a Schedule whose model is complete, made of fake tensors, and changed as in `schedule`).
 
     Args:
-        schedule: the model, its mesh and the recorded changes to its modules, on any rank.
+        schedule: this rank's model, its mesh and the recorded changes to its modules.
         cls: class of the model.
         leave_out: names of the kinds of change, e.g. "checkpoint", that are left out, because they change no shape.
-        stream: random stream for the fake model; None makes a new one.
+        stream: random stream, which makes dropout masks, for the fake model; None makes a new one.
     """
     model, mesh = schedule.model, schedule.mesh
     dtype = schedule.state.compute_dtype or hf.dtype_of(model)
@@ -203,7 +203,9 @@ class StageModule(nn.Module):
         self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
 
     def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that the next stage needs; on the last stage the loss of the micro-batch, shape [1]."""
+        """Return the tensors for the next stage, or on the last stage the micro-batch's loss, shape [1]. `received` are
+        the tensors from the stage before, `batch` is the micro-batch, with its global row indices as `_global_rows`.
+        """
         rows = batch.pop(ROWS)
         self.cursor.begin(self.plan, received, self.device)
         try:
@@ -284,7 +286,7 @@ def _stage(
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
     """Return torch's stage object for the stage of `plan`, with fixed shapes. `run` maps (micro-batch, indices of its
-    rows) to its loss, `others` are arguments that are not split, `before_last(outputs)` precedes the last backward.
+    rows) to its loss, `others` are arguments that are not split, `before_last(outputs)` runs before the last backward.
     """
     from slapo_zoo.pipeline.stage import Stage
 
@@ -303,7 +305,7 @@ def _stage(
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
     """Return the paths in `units` that are, contain or lie in one of `checkpointed`, the paths of recomputed modules.
 
-    A stage with such a unit (block, embedding, head) runs its backward in one part: two parts would each recompute.
+    A stage with such a module runs one backward, not one for inputs and one for weights: each would recompute.
     """
     paths = [f"{path}." for path in checkpointed]
     return {unit for unit in units

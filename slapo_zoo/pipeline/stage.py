@@ -31,7 +31,7 @@ class Stage(InFlightStage):
     Args:
         args, kwargs: arguments of torch's PipelineStage.
         units: paths of the stage's first and last module (block, embedding, head) as text, for errors.
-        spans: list to which the time of each action is appended, or None.
+        spans: list to which a Span (begin and end) of each forward and backward is appended, or None.
         clock: function that returns the time in seconds.
         busy: measures the bubble for the training log, or None.
         before_last: called with the stage's outputs (tensors) before the backward of the last micro-batch, or None.
@@ -53,7 +53,7 @@ class Stage(InFlightStage):
         self._whole: bool | None = None  # backward in one part; same for all micro-batches
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run and time the forward of micro-batch `fwd_chunk_id` on this stage; raise StageError if that fails."""
+        """Run and time the forward of micro-batch `fwd_chunk_id`; return its output. An error becomes a StageError."""
         run = super().forward_one_chunk
         return self._perform(FORWARD, fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 

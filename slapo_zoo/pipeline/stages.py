@@ -42,7 +42,7 @@ def leaf_units(
         model: the unsharded model, may be on meta.
         blocks: paths of the repeated blocks.
         late: paths of units that run after the blocks but are defined before them.
-        order: patterns of siblings, in the order in which they run.
+        order: path patterns, e.g. ("encoder", "head.*"); siblings run in the order of the patterns that they match.
     """
     patterns = [compile_pattern(pattern) for pattern in order]
     containers = {""}
@@ -130,7 +130,7 @@ class StagePlan:
 
     @staticmethod
     def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
-        """Construct the plan of `stage` from the forward's `calls`; `cuts` (block, index of its call) end stages."""
+        """Return the plan of `stage` for all `calls`; a stage ends after each (block, index of its call) in `cuts`."""
         ends, seen, at, of_call = set(cuts), {}, 0, []
         for call in calls:
             of_call.append(at)
@@ -179,7 +179,7 @@ class Cursor:
         self.plan: StagePlan | None = None
 
     def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
-        """Start the forward of the stage of `plan`; `received` are the tensors that the stage before has sent."""
+        """Start the forward of stage `plan.stage` with `received`, the tensors of the stage before, on `device`."""
         self.plan, self.index, self.device = plan, -1, device
         incoming = plan.crossing(plan.stage)
         # A view: a value that is only passed on must not be the received leaf itself.
@@ -227,7 +227,7 @@ class Cursor:
         return call.output(tensors, self.device)
 
     def made(self, output: Any) -> None:
-        """Store the tensors in a module's output that later stages need; raise StageDone after the stage's last call."""
+        """Store, of a module's `output`, the tensors that later stages need; raise StageDone after the last call."""
         assert self.plan is not None  # noqa: S101 - called within begin and end
         self.plan.calls[self.index].check(output)
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -297,7 +297,7 @@ class ForeignParameter(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ScheduleError for an operation with real tensors; `copy_` into the parameter does nothing."""
+        """Run `func` on shapes only; ignore `copy_` into the parameter. Raise ScheduleError for other real tensors."""
         if func is Tensor.copy_ and isinstance(args[0], ForeignParameter):
             return args[0]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -19,7 +19,7 @@ COLORS = {  # distinct for colour-blind readers too (Okabe and Ito)
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return a timeline (timed actions) as a Chrome trace, to be written as JSON: one lane per rank, and the bubble."""
+    """Return a timeline (timed actions) as a Chrome trace: one lane per rank, and "bubble", the share of idle time."""
     begin = min(span.begin for span in spans)
     rows = [(s.rank, NAMES[s.action.kind], str(s.action), s.begin, s.end) for s in spans]
     rows += [(g.rank, g.kind, g.kind, g.begin, g.end) for g in gaps(spans) if g.kind != "idle"]

@@ -1,8 +1,8 @@
 """Estimate the cost of each unit (block, embedding, head) in a training step, from shapes alone.
 
-The model runs once on fake tensors; of equal blocks two run, and the recorded operators of the second are
-repeated for the others. The cost of an operator is its floating-point operations, plus 64 (ELEMENT) for every number
-that it writes: softmax, norms and losses multiply little but move memory.
+The model runs once on fake tensors; of blocks that differ only in weights two run, and the recorded operators of the
+second are repeated for the others. The cost of an operator is its floating-point operations, plus 64 (ELEMENT) per
+number that it writes: softmax, norms and losses multiply little but move memory.
 """
 
 import math
@@ -38,7 +38,7 @@ class UnitCost:
 
     Args:
         unit: path of the unit.
-        call: index of the call for a shared block, else 0.
+        call: index among the calls of this unit in a forward; 0 unless the unit runs several times.
         forward: cost of the forward, in operations (see `operation_cost`).
         parameters: number of weights, whose gradients each backward writes and adds.
     """
@@ -55,7 +55,7 @@ class UnitCost:
 
 
 def operation_cost(row: Row) -> float:
-    """Return the cost of one recorded operator: its floating-point operations, plus 64 (ELEMENT) per number written."""
+    """Return the cost of the recorded operator `row`: its floating-point operations, plus 64 per number it writes."""
     if isinstance(row.op, str):
         return row.amount if row.op == EXPERTS else 0.0
     if is_view(row.op):
@@ -190,14 +190,14 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 def skip_repeated(
     tape: Tape, model: nn.Module, units: Sequence[str], repeat_rows: bool = True
 ) -> None:
-    """Make forwards run only the first two of several equal blocks, until `tape` is closed.
+    """Make forwards run only two of the blocks that differ only in weights, until `tape` is closed.
 
     rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape records the second block's operations once more
 
     Args:
         tape: tape that records the forward.
         model: model of fake tensors.
-        units: paths of the blocks; units that are called once are left alone.
+        units: paths of blocks, embeddings and heads; those without children always run.
         repeat_rows: False records no operations of skipped calls, for a caller that follows tensors from call to call.
     """
     calls: dict[Any, Seen] = {}
