@@ -46,10 +46,10 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module's attribute `value`, in which functions that slapo_zoo defines are copied too.
+    """Return a deep copy of `value`, a forward or hook of a module, that refers to the copies of the objects in `memo`.
 
-    `memo` is the memo of `copy.deepcopy`: id of an object --> its copy. Where a function's closure or a bound method's
-    `self` holds an object of `memo`, the copied function or method holds the copy. Other functions are shared.
+    `memo` is the memo of `copy.deepcopy`: id of an object --> its copy. Bound methods are copied, and functions that
+    slapo_zoo defines with a closure: their `self` or closure then holds the copies. Other functions are shared.
     """
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
@@ -74,7 +74,6 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 def _copy_annotations(module: nn.Module, memo: dict[int, Any]) -> None:
     """Copy the attributes that `sch[path].annotate()` has set on parameters of `module` to the copied parameters.
-
     `memo` maps the id of a parameter to its copy.
     """
     for parameter, name, note in _notes(module):

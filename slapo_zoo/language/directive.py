@@ -26,7 +26,7 @@ from slapo_zoo.parallel.token_cut import WAYS
 
 @dataclass
 class Placed:
-    """Record of how a parameter or buffer is sharded: indices of each rank, `shard` directive, and unsharded shape."""
+    """Record of how one tensor is sharded: axis and indices of each rank, `shard` directive, and unsharded `shape`."""
 
     placement: Placement
     directive: "Directive"
@@ -87,7 +87,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context of a forward of the model, or its recomputation: the schedule's hooks read the settings `forward`."""
+        """Context of one forward of the model, or its recomputation, in which the schedule's hooks read `forward`."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -108,7 +108,7 @@ class State:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
 
     def put(self, path: str, new: nn.Module) -> None:
-        """Replace the module at `path` by `new` in every parent that holds the module; then `index` must be called."""
+        """Replace the module at `path` by `new` in every parent that holds the module; call `index()` afterwards."""
         self.model = self.model if path else new
         for children, name in self._held.get(id(self.modules[path]), ()):
             children[name] = new
@@ -185,7 +185,7 @@ class Site:
     def group(self, directive: Any) -> Any:
         """Return this rank's process group along `directive.mesh_dim`, a mesh dim; None when that dim has size 1.
 
-        In a dry run (a step on fake tensors), the returned group only records collectives, on the tape of the dry run.
+        In a dry run (a step on fake tensors) the group sends nothing: its collectives are recorded on the run's Tape.
         """
         group, tape = self.mesh.group(directive.mesh_dim), self.state.forward.tape
         if tape is None:
@@ -235,12 +235,12 @@ class Directive:
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "Directive":
-        """Construct the directive (change to a module) that the call `sch[path].<name>(*args, **kwargs)` stands for."""
+        """Construct the directive from the arguments of `sch[path].<name>(...)`; a subclass may override this."""
         return cls(*args, **kwargs)
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Construct the directive for `sch[path].<name>(*args, **kwargs)`; wrong arguments raise ScheduleError."""
+        """Return `of(*args, **kwargs)` for `sch[path].<name>(...)`; bad arguments raise ScheduleError naming `path`."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:
@@ -252,7 +252,7 @@ class Directive:
         """Raise ScheduleError if the directive cannot be applied to the module of `site`; change nothing."""
 
     def check_all(self, sites: list[Site]) -> None:
-        """Raise ScheduleError if `check` fails at one of `sites`; a subclass may also compare the sites."""
+        """Raise ScheduleError if `check` fails at one of the modules `sites`; a subclass may also compare these modules."""
         for site in sites:
             self.check(site)
 
@@ -265,7 +265,7 @@ class Directive:
         raise NotImplementedError(f"{self} cannot be undone: begin again with a new model")
 
     def local(self) -> str:
-        """Return why this change cannot be written as JSON (it holds a live callable or module); '' if it can."""
+        """Return why JSON cannot hold this directive (e.g. an argument is a local function); '' if it can."""
         for name, value in self.arguments().items():
             if name == "subgraph" and not isinstance(value, str):
                 live = "holds nodes of a graph in memory, but JSON only a regex over module names"

@@ -44,7 +44,7 @@ class Explanation:
     transfers: Sequence[Transfer]
 
     def totals(self) -> list[TrafficRow]:
-        """Return the number and bytes of the step's collectives, summed by kind, mesh dim and phase."""
+        """Return a TrafficRow (number and total bytes) for each kind, mesh dim and phase of the step's collectives."""
         counts: Counter[tuple[str, str, str]] = Counter(t[:3] for t in self.transfers)
         sizes: Counter[tuple[str, str, str]] = Counter()
         for t in self.transfers:
@@ -160,7 +160,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
     """Context for a dry run of a schedule's model in training mode: collectives are recorded on `tape` and not sent.
 
-    Inside, `state.mesh` has no processes. On exit the mesh, `training` of modules and random states are restored.
+    `state.mesh` needs no process group inside. On exit the mesh, modes of modules and random states are restored.
     """
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
@@ -180,7 +180,7 @@ def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
 def after_backward(
     plan: RankPlan, named: Sequence[tuple[str, nn.Parameter]], tokens_sharded: bool
 ) -> list[Transfer]:
-    """Return the gradient all-reduces that a training step performs after the backward, one Transfer per bucket.
+    """Return the all-reduces of gradients after a training step's backward: a Transfer (mesh dim, bytes) per bucket.
 
     Args:
         plan: plan of this rank, which says over which mesh dims each gradient is summed.

@@ -43,9 +43,9 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def sum_over_tp(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> list[Any]:
     """Register hooks that all-reduce gradients over tp ranks in each backward; return the hooks' handles (`remove()`).
 
-    Hooked are the parameters that `sum_gradient` names, and shards of which several tp ranks hold a copy (KV heads).
-    All ranks must call this function, because it makes process groups. `named` are (name, parameter) pairs of this
-    rank; `plan` says which of these parameters are hooked.
+    `plan` says which parameters get one: those that a `sum_gradient` of the schedule names, and shards that several
+    tp ranks hold (KV heads). All ranks must call this function, because it makes process groups. `named` are this
+    rank's (name, parameter) pairs.
     """
     mesh, handles = plan.mesh, []
     groups = {ranks: new_group(list(ranks)) for ranks in plan.groups()} if mesh.tp > 1 else {}
@@ -93,7 +93,6 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
 def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
     """Return the number of dp and cp ranks that hold the same elements of the gradient of `p`; 1 for FSDP2's DTensors.
-
     `row` says how the parameter is sharded; None if the plan does not name the parameter.
     """
     if hasattr(p, "full_tensor"):  # FSDP2 divides over all of them

@@ -65,8 +65,7 @@ class HostCopy:
         self.here = back
 
     def view(self, like: tuple[torch.dtype, Any, Any, int | torch.SymInt]) -> Tensor:
-        """Return a view of the activation's memory on its device; the computation waits for the copy.
-
+        """Return a view of the activation's memory on its device; kernels launched afterwards wait for the copy back.
         `like` gives the dtype, size, stride and storage offset of the view.
         """
         self.begin()
@@ -83,7 +82,7 @@ def _side(device: torch.device) -> Any:
 
 
 class Offloaded(Kept):
-    """Handle for one saved activation that was copied to the host."""
+    """Handle for an activation saved in the forward `call`: a view of the memory that `host` copied to the host."""
 
     def __init__(self, call: "Call", host: HostCopy, tensor: Tensor):
         self.call, self.host = call, host
@@ -101,7 +100,8 @@ class Call:
     Args:
         path: path of the module.
         before: the offloaded call that ran before in the same forward; None for the first.
-        notes: list that gets ("out", path) at the first copy to the host and ("back", path) at the first back, or None.
+        notes: None, or for tests a list to which this call appends ("out", path) when it first copies to the host, and
+            ("back", path) when it first copies back.
     """
 
     def __init__(self, path: str, before: "Call | None", notes: list[tuple[str, str]] | None):
@@ -146,7 +146,7 @@ class Offloads:
 
     Attributes:
         paths: paths of these modules, in model order.
-        notes: for tests, a list of ("out" or "back", path of a module), one each per forward; None otherwise.
+        notes: None, or for tests the list that every `Call` gets as its `notes`.
     """
 
     def __init__(self) -> None:

@@ -121,8 +121,8 @@ class Selection(_Methods):
         A module without a graph is traced first, and that `trace()` is recorded in the history.
 
         Args:
-            what: a regex for module names, a predicate on a node, a pattern function or a Pattern.
-            func_pattern: pattern function to search for; `what` is then a regex for the modules, below the selected
+            what: a regex for module names, a predicate of a node, or a pattern (function or Pattern to search for).
+            func_pattern: pattern to search for; `what` is then a regex for the modules, below the selected
                 ones, whose graphs are searched.
 
         Returns:
@@ -177,7 +177,7 @@ class Schedule(Selection):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh that the model is sharded over."""
+        """Return the Mesh of the model: sizes of tp, pp, dp and cp, and the coordinates of this rank."""
         return self.state.mesh
 
     def class_names(self) -> dict[str, str]:
@@ -231,7 +231,7 @@ class Schedule(Selection):
         return find(self.state.modules[path], path, what)
 
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
-        """Apply the changes that `history` lists, or another schedule has made, to this model; return this schedule."""
+        """Apply to this model the changes in `history`, a list of (pattern, directive) or a Schedule; return self."""
         steps = history.history if isinstance(history, Schedule) else history
         for step in steps:
             is_pair = isinstance(step, list | tuple) and len(step) == 2

@@ -86,15 +86,15 @@ FREE = "free"  # storage number `amount` was freed
 
 
 class Ref(NamedTuple):
-    """Description of a tensor in a recorded step, kept in place of the tensor itself.
+    """Description of a tensor that a `Row` of a Tape (operator, collective or module call of a step) reads or writes.
 
     Args:
-        number: identity of the tensor; the result of an in-place operator has the number of its input.
-        storage: identity of the tensor's memory, the same for all views; negative for memory allocated before the step.
-        size: bytes of the whole memory.
+        number: number of the tensor, the same in all rows; the result of an in-place operator has that of its input.
+        storage: number of the memory that all views of a tensor share; negative if allocated before the step (weights).
+        size: bytes of this memory, which can be more than the tensor's own.
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        requires_grad: always False in rows of operators; in all other rows the tensor's `requires_grad`.
+        requires_grad: the tensor's `requires_grad`, but False in rows of operators, which run below autograd.
     """
 
     number: int
@@ -118,7 +118,7 @@ class Transfer(NamedTuple):
         mesh_dim: mesh dim of the ranks that take part.
         phase: "forward", "backward" (includes a recomputed forward) or "after backward".
         bytes: size of the unsharded tensor that is reduced, gathered or scattered.
-        path: module that causes the collective.
+        path: path of the module that causes the collective; '' if no module does.
         directive: the change of the schedule that inserted the collective, as text.
     """
 
@@ -134,7 +134,8 @@ class Row(NamedTuple):
     """One event of a recorded step: an operator, a collective, or the begin or end of a module call.
 
     Args:
-        op: the torch operator, the kind of a collective, or an event: LEAVE (a call ends), FREE, GRADIENT, LOSS, ...
+        op: the torch operator, the kind of a collective, or an event: LEAVE (a call ends), LOSS (the backward begins),
+            GRADIENT (first gradient of a unit's output), FREE (memory was freed), ...
         unit: path of the watched unit (e.g. a block) that runs; '' between units.
         path: path of the module that causes the event, where that is known.
         reads: tensors among the arguments.
@@ -282,7 +283,7 @@ class Tape(TorchDispatchMode):
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """Return the sum of the step's vocabulary-parallel losses and all `output` tensors with a gradient, or None."""
+        """Return the summed elements of vocabulary-parallel losses and `output` tensors that require grad, or None."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]

@@ -104,7 +104,9 @@ class Call:
         return {**values, f"**{self.others}": {}}
 
     def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
-        """Add placeholders to the graph of `tracer`; return (function without arguments that runs the forward, [])."""
+        """Add a placeholder per argument to the graph of `tracer`; return (function that runs the forward on these, its
+        arguments, which are none: []).
+        """
         proxies, optional = [], False
         for a in self.arguments:
             optional = optional or a.default is not NO_DEFAULT

@@ -47,7 +47,7 @@ DIMS = {"dim", "dim0", "dim1"}
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A parameter of a module that a matched call uses, e.g. the bias of a Linear.
+    """Reference to a submodule's parameter, e.g. the bias of a Linear, which an argument of a pattern can match.
 
     Args:
         target: path of that module, relative to the traced module.
@@ -99,7 +99,7 @@ FREE = {"weight", "bias", "normalized_shape", "eps", "p"}
 
 
 def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Operation:
-    """Return the canonical operation of a call node.
+    """Return the canonical name and arguments of the operation that a call node performs.
 
     Args:
         node: call node in the graph of `owner`.

@@ -80,7 +80,7 @@ def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, d
 
 
 def tiny_batch(model: Any, path: str = "", hint: str = EXAMPLE_HINT) -> dict[str, Any]:
-    """Return a batch of 2 rows (7 tokens, or images of the config's size) for a model of `transformers`.
+    """Return keyword arguments for a model of `transformers`: 2 rows of 7 tokens, or 2 images of the config's size.
 
     Args:
         model: a text or image model; any other raises ScheduleError.

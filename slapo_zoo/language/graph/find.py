@@ -21,10 +21,10 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
         module: a traced module.
         path: path of the module.
         what: a regex for the path of a called module (the whole path, or its last segments), a predicate whose
-            only argument is named `node`, a pattern function, or a Pattern.
+            only argument is named `node`, or a pattern: a function or Pattern that computes the operations to find.
 
     Returns:
-        A list of (path of the traced module, node); for patterns a list of subgraphs.
+        List of (path of the traced module, node); for a pattern, the Matches (a list of subgraphs) of all graphs.
     """
     if isinstance(what, str) or is_predicate(what):
         return find_nodes(module, path, what)

@@ -36,7 +36,7 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
 
 @has_side_effect
 def expect_given(value: Any, where: str, name: str) -> None:
-    """Raise ScheduleError when `value`, given for the argument `name`, is None: in the trace it was a tensor.
+    """Raise ScheduleError when `value`, which the call passes for the argument `name`, is None: the trace had a tensor.
     `where` is the path of the traced module, for the error.
     """
     if value is None:
@@ -61,7 +61,7 @@ def expect_no_others(others: dict[str, Any], where: str) -> None:
 
 
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
-    """Return `in_training` in training mode, else `in_eval`, e.g. as the probability of a dropout."""
+    """Return `in_training`, e.g. a dropout's probability, if `training` (read when the graph runs), else `in_eval`."""
     return in_training if training else in_eval
 
 

@@ -12,7 +12,7 @@ from slapo_zoo.language.graph.canonical import ModuleTensor
 
 
 class Function(nn.Module):
-    """Module that wraps a lambda or local function, which the generated code of a graph could not name."""
+    """Module that a graph calls in place of a lambda or local function, which the generated code could not name."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -65,7 +65,6 @@ def arguments(
 
 def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
     """Insert a call `new(*args, **kwargs)` at the current insertion point of the graph of `owner`; return the new node.
-
     A module `new` is first added to `owner` as a child `<name>_<k>`; `name` is by default the name of its class.
     """
     if not isinstance(new, nn.Module):
@@ -94,7 +93,7 @@ def called(owner: nn.Module, node: fx.Node) -> nn.Module | None:
 def carry_parameters(
     new: Any, modules: Sequence[nn.Module | None], path: str, joined: bool = False
 ) -> None:
-    """Give a new module the parameters of the modules that it replaces.
+    """Give a new module the parameters of the modules that it replaces; ScheduleError if names or shapes do not fit.
 
     Args:
         new: module with parameters of the same names; any other object is left alone.

@@ -170,7 +170,7 @@ class Matcher:
                 yield from self._all(pairs, {**binding, p: v})
 
     def _free(self, v: fx.Node, binding: Binding) -> bool:
-        """Return whether graph node `v` is unmatched; two pattern nodes, inputs apart, never match the same node.
+        """Return True if `v`, a node of the graph, is not matched yet, or only by an argument of the pattern.
         `binding` holds the matches so far: node of the pattern --> node, constant or parameter that it matched.
         """
         return all(b is not v or p.op == "placeholder" for p, b in binding.items())
@@ -184,10 +184,9 @@ class Matcher:
             yield from self._all(rest, found)
 
     def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
-        """Yield each way to pair arguments of pattern node `p` with graph node `v`'s; two if the operation commutes.
-
-        Each way is a list of (argument of p, argument of v, number of axes of v's tensor if the
-        argument is an axis, else 0).
+        """Yield each way to pair the arguments of pattern node `p` with those of graph node `v`: none if the operations
+        differ, two if the operation commutes. Each way is a list of (argument of p, argument of v, number of axes of
+        v's tensor if the argument is an axis, else 0).
         """
         regex = self._regex(p)
         if regex:

@@ -75,8 +75,8 @@ def _differ_in_literals_only(a: Graph, b: Graph) -> bool:
 
 
 def _by_mode(graph: Graph, asked: Node, mine: Any, theirs: Any, training: bool) -> Node:
-    """Insert a node that returns `mine` when the module is in the mode `training`, and `theirs` in
-    the other mode. The node `asked` reads the module's mode when the graph runs.
+    """Insert a node that returns the literal `mine` in the mode `training` of the module, else the literal `theirs`.
+    The node `asked` reads the module's mode when the graph runs.
     """
     both = (mine, theirs) if training else (theirs, mine)
     return graph.call_function(guards.by_mode, (asked, *both))

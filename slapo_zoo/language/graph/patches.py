@@ -87,7 +87,9 @@ def _apply(tracer: ValueTracer) -> Any:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Context that on exit restores torch's random state, a module's buffers and modes, and drops new attributes."""
+    """Context that on exit restores torch's random state, a module's buffers and train/eval modes, and drops attributes
+    that the module got inside.
+    """
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     flags = [(m, m.training) for m in module.modules()]
     attributes = set(module.__dict__)

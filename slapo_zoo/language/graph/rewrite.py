@@ -60,7 +60,7 @@ def replace_vertical(
     carry: bool = False,
     constants: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """Replace a subgraph by one call, and return the new node.
+    """Replace a subgraph, whose nodes read each other's results, by one call; return the new node.
 
     rewrite:  t = f(a, b); y = g(t, c)  -->  y = new(a, b, c)
 
@@ -133,8 +133,7 @@ def _replace(
 
 
 def insertion_point(subgraph: Subgraph) -> fx.Node:
-    """Return the node before which all inputs of a subgraph are computed and none of its outputs is used.
-
+    """Return the node before which a call can replace a subgraph: the inputs are computed, no output is used yet.
     Raises ScheduleError when there is no such node.
     """
     order = {node: i for i, node in enumerate(subgraph.module.graph.nodes)}
@@ -187,7 +186,7 @@ def hand_out(call: fx.Node, outputs: Sequence[fx.Node], single: bool) -> None:
 
 
 def erase(nodes: Sequence[fx.Node]) -> None:
-    """Remove `nodes`, which only each other and runtime checks may use, and remove those runtime checks too."""
+    """Remove `nodes` and the runtime checks that read them; no other node may use their values any more."""
     for node in reversed(nodes):
         for user in [u for u in node.users if u.target in GUARDS]:
             node.graph.erase_node(user)

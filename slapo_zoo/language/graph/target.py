@@ -17,8 +17,8 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
     Args:
         site: the traced module, with its path.
         directive: the change whose argument `subgraph` is `spec`, for errors.
-        spec: a regex (each called module of that name is a subgraph), a pattern function or Pattern, a subgraph
-            or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
+        spec: a regex (each called module of that name is a subgraph), a pattern (function or Pattern), a predicate of
+            a node, a subgraph or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
     """
     if not any(isinstance(m, fx.GraphModule) for m in site.module.modules()):
         hint = "call trace() or find() on this module first"

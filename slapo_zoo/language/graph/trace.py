@@ -65,10 +65,10 @@ def trace_tree(
     leaves: Iterable[Leaf] = (),
     where: str = "",
 ) -> dict[str, TracedModule]:
-    """Trace a module and all modules it calls; return {path below the module: traced module}. The module stays unchanged.
+    """Trace a module and all modules that it calls, and return {path below it, '' for itself: traced module}.
 
     Args:
-        module: root of the tree.
+        module: root of the tree; it stays unchanged.
         args: positional arguments of the example call.
         kwargs: keyword arguments of the example call.
         leaves: modules that are not traced: paths, class names, classes or predicates.
@@ -88,11 +88,11 @@ def trace_tree(
 
 
 def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
-    """Trace a module; return {path of a leaf that it calls: (args, kwargs) with example values}.
+    """Trace a call of a module; return {path of each leaf that it calls: (args, kwargs) that this leaf receives}.
 
     Args:
         module: module to trace, also into its children.
-        kwargs: keyword arguments of the example call.
+        kwargs: keyword arguments of the traced call.
         leaves: modules that stay a single node: paths, class names, classes or predicates.
     """
     call = Call.of(module, "", (), dict(kwargs))
@@ -225,7 +225,7 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """Return `leaf` (path, class or predicate), given for a traced root, as a leaf for a trace of the root's child `path`."""
+    """Return `leaf`, given for a traced root, as it reads below the root's child `path`: "attn.q" is "q" in "attn"."""
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

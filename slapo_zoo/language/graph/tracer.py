@@ -61,7 +61,7 @@ class ValueTracer(fx.Tracer):
         return under(self.where, self.scope.module_path) or "(the model)"
 
     def leaf_hint(self) -> str:
-        """Return the hint of an error about a forward that cannot be traced: which module to make a leaf."""
+        """Return the hint of an error about a forward that cannot be traced: which module to keep as a single node."""
         inner = self.scope.module_path
         if not inner:
             return "trace each module below this one by itself, or schedule this module without a graph"
@@ -130,7 +130,9 @@ class ValueTracer(fx.Tracer):
     # -- decisions --------------------------------------------------------------------------------
 
     def read(self, proxy: ValueProxy) -> Any:
-        """Return a proxy's value for a Python branch, and add a check of it to the graph; raise for tensor elements."""
+        """Return the example value that a Python branch reads from a proxy, and add a check of this value to the graph;
+        ScheduleError if the value is UNKNOWN or depends on the elements of a tensor.
+        """
         node = proxy.node
         value = node.meta["value"]
         if value is UNKNOWN:
@@ -151,7 +153,7 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check to the graph: a call in which `proxy`, a shape, has another length raises ScheduleError."""
+        """Add a check to the graph: ScheduleError in a call in which `proxy`, a shape, has another number of axes."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})
@@ -219,7 +221,7 @@ def recorded(tracer: ValueTracer, function: Callable, always: bool = False) -> C
     """Return a wrapper of a function that torch does not dispatch on proxies; its calls with proxies become graph nodes.
 
     Args:
-        tracer: tracer that gets the nodes; calls in other threads give it none.
+        tracer: tracer that gets the nodes; calls in other threads than this one add none.
         function: function to wrap, e.g. `torch.arange`.
         always: add a node even without a proxy among the arguments (random functions).
     """

@@ -134,8 +134,7 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Return `forward(*args, **kwargs)`, run in a compiled graph that recomputes the forward in the backward.
-
+    """Return `forward(*args, **kwargs)` while torch.compile traces it; the compiled backward recomputes the forward.
     `kept` are the operators whose results are saved; None recomputes all.
     """
     if kept is not None:
@@ -159,7 +158,7 @@ class _Anew(ExitStack):
 
 @contextmanager
 def _same_statistics(module: nn.Module) -> Iterator[None]:
-    """Context of a recomputation of `module`, in which batch norms update copies of their running statistics."""
+    """Context of a recomputation of `module`: batch norms update copies of their statistics, which are then dropped."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     before = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, before, strict=True):
@@ -174,8 +173,8 @@ def _same_statistics(module: nn.Module) -> Iterator[None]:
 def restoring(
     state: State, kept: set[Any] | None, module: nn.Module
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers as
-    the forward, and does not update the running statistics of batch norms.
+    """Return (context of a forward, context of its recomputation), as `context_fn` of torch's checkpoint must. The
+    recomputation draws the same random numbers as the forward, and does not update statistics of batch norms.
 
     Args:
         state: state of the schedule.

@@ -62,7 +62,7 @@ class ExpertParallel(Directive):
 
 
 def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return a tensor of the shape of the experts' output; a dry run on fake tensors calls this instead of them."""
+    """Return a tensor of the shape of the experts' output; a dry run on fake tensors calls this, not the experts."""
     return hidden_states + 0 * top_k_weights.sum()
 
 

@@ -37,7 +37,7 @@ class ForkRng(Directive):
     note:     a Dropout then draws the same mask for all sizes of the mesh; in eval mode the module runs unchanged
 
     Args:
-        per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is sharded over tp).
+        per_rank: for modules other than Dropout: draw other numbers on each tp rank, as a sharded activation needs.
         axis: for a Dropout whose input is sharded over tp: the sharded axis, 1 (heads) or -1 (last); 0: unsharded.
         size: unsharded size of that axis; 0 takes the number of outputs of the linear that `after` names.
         after: name of a column-parallel linear whose output is dropped out (needs `axis=-1`): for a module that calls
@@ -247,7 +247,7 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return keywords of `kernels.dropout` for x: {"keep": mask}, or {"seeds", "p"}, from which it computes the mask.
+    """Return keyword arguments of `kernels.dropout` for x: {"keep": mask}, or {"seeds": ..., "p": p} to hash it from.
 
     Args:
         site: the module that drops, with its path.
@@ -283,7 +283,7 @@ def _dropout(
     size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """Return keywords of `kernels.dropout`: {"keep": mask}, or {"seeds", "p"}, from which it computes the mask."""
+        """Return keyword arguments of `kernels.dropout`: {"keep": mask}, or {"seeds": ..., "p": p} to hash it from."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

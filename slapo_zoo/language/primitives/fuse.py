@@ -81,11 +81,8 @@ class Fuse(Directive):
         site.state.index()
 
     def _kernel(self, site: Site, subgraph: Subgraph) -> tuple[FusedKernel, Subgraph]:
-        """Return the registered kernel that computes exactly the nodes of `subgraph`, and a Subgraph of the same nodes whose
-        inputs are in the order of the kernel's arguments.
-
-        Raises:
-            ScheduleError: no registered kernel does.
+        """Return the registered kernel that computes exactly the nodes of `subgraph`, and a Subgraph of the same nodes
+        whose inputs are in the order of the kernel's arguments; ScheduleError if there is no such kernel.
         """
         named = [FUSED_KERNELS[self.name]] if self.name in FUSED_KERNELS else None
         for kernel in named or FUSED_KERNELS.values():

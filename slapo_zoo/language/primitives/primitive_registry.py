@@ -50,7 +50,7 @@ class SiteView:
 
     @property
     def mod(self) -> nn.Module:
-        """Return the module at the path, also when an earlier primitive has replaced it."""
+        """Return the module that is at the path now, i.e. the new one after a primitive has replaced it."""
         return self.site.state.modules[self.site.path]
 
     @property

@@ -16,7 +16,7 @@ _made: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
 @primitive("replace_all")
 @dataclass(frozen=True)
 class ReplaceAll(Directive):
-    """Replace all modules of a class below the module by the results of a factory, or by a kernel.
+    """Replace all modules of a class below the selected module by what a factory returns for each, or by a kernel.
 
     rewrite:  for each m of the class:  parent.name = m  -->  parent.name = factory(path, m)
     note:     the factory gets the original modules; modules inside a replaced one are not replaced again
@@ -34,7 +34,7 @@ class ReplaceAll(Directive):
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "ReplaceAll":
-        """Construct the directive; unknown keyword arguments become options of the factory or kernel."""
+        """Construct the directive; keyword arguments that are no field become `options` of the factory or kernel."""
         own = {f.name for f in fields(cls)}
         options = tuple((k, v) for k, v in kwargs.items() if k not in own)
         known = {k: v for k, v in kwargs.items() if k in own}

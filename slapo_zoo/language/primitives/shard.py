@@ -182,7 +182,7 @@ class Shard(Directive):
         return next((what for what, is_so in reads.items() if is_so), "")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return whether a directive at a tied module has sharded the tensor (record: `earlier`) as this one would."""
+        """Return True if a directive at a tied module sharded the tensor (record `earlier`) with the same Placement."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
@@ -247,7 +247,7 @@ class Shard(Directive):
         return torch.cat([own, end], -1)
 
     def _adjust(self, site: Site) -> None:
-        """Update the module's size attributes and its forward to the shape of the sharded tensor."""
+        """Apply the ShardRule of the module's class: set its size attributes, e.g. `out_features`, and its forward."""
         rule = next((SHARD_RULES[c.__name__] for c in type(site.module).__mro__
                      if c.__name__ in SHARD_RULES), None)  # fmt: skip
         placed, tensor = site.placed(self.param_name), site.tensor(self.param_name)

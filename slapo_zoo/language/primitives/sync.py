@@ -18,7 +18,9 @@ SYNC_OPS: dict[str, tuple[tuple[str, ...], SyncOp]] = {}
 
 
 def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
-    """Return a decorator that registers a function (x, Sync, Site) --> tensor as `sync(mode, name)` for all `modes`."""
+    """Return a decorator that registers a function as `name`: `sync(mode, name)`, with a mode of `modes` such as
+    "fwd_post", then calls it with (tensor, Sync directive, Site of the module) and uses the tensor that it returns.
+    """
 
     def register(op: SyncOp) -> SyncOp:
         if name in SYNC_OPS:
@@ -270,7 +272,7 @@ class Sync(Directive):
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
         """Insert the collective `run` before a row-parallel module adds its bias, and return True; return False if
-        that cannot be done: the module has no bias, an earlier sync() changes its output, or its class is not known.
+        there is no bias, an earlier sync() changes the output, or the module is no Linear, Conv1D or convolution.
         """
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias

@@ -84,7 +84,7 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function (x - mean) / std * weight + bias, whose backward includes the statistics of all ranks."""
+    """Autograd function (x - mean) / std * weight + bias; dx counts that mean and std depend on x of all ranks."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, var, count, eps, group):

@@ -21,7 +21,7 @@ class Traces(Directive):
     example_inputs: Any
 
     def trace(self, site: Site) -> dict[str, Any]:
-        """Return {path below the module of `site`, '' for that module: traced module}."""
+        """Trace the module of `site` and others below it; return {path below it, '' for itself: traced module}."""
         raise NotImplementedError(f"{type(self).__name__} must define trace(site)")
 
     def local(self) -> str:
@@ -43,7 +43,7 @@ class Traces(Directive):
         site.state.index()
 
     def example(self, site: Site) -> tuple[tuple, dict[str, Any]]:
-        """Return (args, kwargs) with which a module is traced: `example_inputs`, or those of a model call on a tiny batch."""
+        """Return the traced call's (args, kwargs): `example_inputs`, or those in a model call on a tiny batch."""
         given = self.example_inputs
         if given is None:
             return capture(site.state.model, site.path)
