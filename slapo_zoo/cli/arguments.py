@@ -120,9 +120,8 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
 
 def data_parallel_size(tp: int, pp: int, dp: int | None, cp: int = 1) -> int:
     """Return the number of data-parallel replicas: `dp`, or for None the number of processes that a launcher has
-    started divided by tp * pp * cp (1 without a launcher).
-
-    MeshError is raised if tp * pp * dp * cp differs from the number of started processes.
+    started divided by tp * pp * cp (1 without a launcher). MeshError is raised if tp * pp * dp * cp differs from the
+    number of started processes.
     """
     from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
     from slapo_zoo.zoo.argument_values import mesh_sizes
@@ -158,7 +157,7 @@ def on_ranks(
 
 
 def device_named(name: str) -> str | None:
-    """Return the device for `name`, the value of `--device`; None for "auto"; MeshError for names but cpu, cuda."""
+    """Return the device for "cpu" or "cuda", a value of `--device`, or None for "auto"; MeshError for other names."""
     from slapo_zoo.zoo.argument_values import pick_device
 
     if name not in ("auto", "cpu", "cuda"):

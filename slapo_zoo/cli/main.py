@@ -43,7 +43,7 @@ for name, work in COMMANDS.items():
 @app.command("demo", hidden=True, context_settings=ANYTHING)
 @app.command("coverage", hidden=True, context_settings=ANYTHING)
 def moved(context: typer.Context) -> None:
-    """Raise an error that names the command of ci/run.py which replaces a removed command."""
+    """Raise an error for a removed command, which `context` names: ci/run.py has a command of the same name."""
     hint = f"in a checkout of the source: python3 ci/run.py {context.info_name}"
     raise SlapoError("slapo-zoo", str(context.info_name), "this command was removed", hint)
 
@@ -96,7 +96,7 @@ def renamed(arguments: Sequence[str]) -> list[str]:
 
 
 def _away_from_stdout(record: logging.LogRecord) -> bool:
-    """Logging filter that sends DeepSpeed's log to stderr, and drops (False) its line "Setting accelerator to CPU"."""
+    """Make DeepSpeed's log handlers write to stderr, as a logging filter; return False for a line to be dropped."""
     for handler in logging.getLogger(record.name).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

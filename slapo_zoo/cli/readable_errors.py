@@ -15,7 +15,7 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
     """Context that prints an expected error without a traceback and exits with code 2.
 
-    Expected are SlapoErrors, file errors and lost connections. If `state.debug` is true, such errors are raised.
+    Expected are SlapoErrors, file errors and lost connections. If `state.debug` (--debug) is true, they are raised.
     """
     try:
         yield

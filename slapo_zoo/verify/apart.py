@@ -12,11 +12,12 @@ SMALLER = 'verify a smaller model, or without --full; a load of a card skips the
 
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
-    """Compare a sharded model with the plain one in a child process on the CPU; return the child's report as JSON data.
+    """Compare a sharded model with the plain one in a child process on the CPU; return the child's report: "verdict"
+    ("verified", "failed", "unmeasured"), "text" (the report in words) and, if it was measured, the fields of `Report`.
 
     Args:
-        request: JSON data: "config" (a dict), "cls" (name of the class), "mesh" (tp, pp, dp), "program" (text of a
-            schedule.json) and further keys that `child.answer` lists.
+        request: "config" (a dict) and "cls" (name of the class) of the model, "mesh" [tp, pp, dp], "program" (text of a
+            card's schedule.json; None: the built-in schedule), and optional keys that `child.answer` lists.
 
     Raises:
         SlapoError: the child process raised one (it is raised again here), or ended without a report.

@@ -176,7 +176,7 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Return module `paths` with outer containers moved to the end: "h" if `paths` has "h.0" and "h.0.ln" too."""
+    """Return module `paths`, those of containers of containers last: "h" if `paths` has "h.0" and "h.0.ln" too."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
@@ -186,7 +186,7 @@ def _containers_last(paths: list[str]) -> list[str]:
 
 
 def _clamped(x: Tensor) -> Tensor:
-    """Return `x` in fp64, clamped to +-1e30: masks hide keys by the lowest number of their dtype."""
+    """Return `x` in fp64, clamped to +-1e30, so that additive masks, which use the lowest number of a dtype, agree."""
     return x.double().clamp(-MOST, MOST)
 
 
@@ -203,8 +203,8 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _rank_to_blame(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the tp coordinate of the rank to blame: the first whose tensor in `parts` is missing. Else, if all
-    have the shape of `want`, the plain model's, the first whose error is 1e-3 of the largest or more; else 0.
+    """Return the index in `parts` (a tensor per tp rank) of the first None. Without a None, return that of the first
+    tensor whose distance from `want`, the plain model's, is >= 1e-3 of the largest distance; 0 if shapes differ.
     """
     for i, part in enumerate(parts):
         if part is None:

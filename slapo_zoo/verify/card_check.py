@@ -21,17 +21,17 @@ LEVELS = ("quick", "off")
 def require_correct(
     program: Program, config: Any, mesh: Mesh, level: str, knobs: Mapping[str, Any]
 ) -> None:
-    """Raise a CardError if a model that is sharded as a card says computes something else than plain `transformers`.
+    """Raise a CardError if a model sharded by a card differs from plain `transformers` by more than rounding errors.
 
-    Rank 0 verifies the schedule on a small model of the family, in a process of its own; all ranks learn
-    the outcome. If no small model fits the schedule and the given model is large, it only logs a warning.
+    Rank 0 verifies the schedule on a small model of the family, in a process of its own; all ranks learn the outcome.
+    If the schedule fits no small model and the given model is large, nothing is verified, and rank 0 logs a warning.
 
     Args:
         program: the card's schedule: directives such as `shard` and `sync`, each for a pattern of module paths.
         config: config of the model that is being loaded.
-        mesh: sizes of the mesh dims, and this rank's coordinates; at most two cp ranks are verified.
+        mesh: sizes of the mesh dims, and this rank's coordinates; a cp above 2 is verified as cp=2.
         level: value of `verify=` of from_pretrained: "quick" verifies on a small model, "off" does nothing.
-        knobs: values of the loader arguments pipeline_order and stages_per_rank.
+        knobs: name --> value of the loader arguments pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
         hint = f"choose one of {LEVELS}"
@@ -73,15 +73,10 @@ def _outcome_of(request: str) -> dict[str, Any]:
 
 
 def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
-    """Compare a model sharded by a folder's card (schedule), on the card's mesh, with the plain one; write verify.json.
+    """Compare a model sharded by the card (schedule) in `folder`, on the card's mesh, with the plain one. Write the
+    outcome, good or bad, to verify.json there; return it as JSON data, with "text", the report in words.
 
-    Args:
-        folder: folder of the card.
-        config: config of the model that the card is for.
-        quick: verify on a small model of the family; False takes a model of the given config.
-
-    Returns:
-        the report as JSON data: what verify.json holds, and "text", the report in words.
+    The model is a small one of the family of `config` or, if `quick` is False, one of this config.
     """
     card = read_card(folder)
     sizes = (card.mesh["tp"], card.mesh["pp"], card.mesh["dp"])

@@ -45,8 +45,8 @@ class Case:
         draws: whether the model draws random numbers while dropout is compared.
         thorough: compare an optimizer step, counts of collectives and saved files too; and compare dropout with a run
             of the whole batch at once, not in micro-batches.
-        seen: observation of the plain model's forward (`zoo.derivation.observe`); None unless rules are derived from it.
-        truth: result of an earlier run of the plain model, or None.
+        seen: module calls and random draws of the plain model's forward; None unless sharding rules are derived.
+        truth: result of an earlier run of the plain model, which then is not run again; or None.
         batch: inputs of the first step, for all dp ranks together; if empty, they are drawn.
     """
 
@@ -172,7 +172,7 @@ def dropouts(config: Any) -> list[str]:
 
 
 def expressive(config: Any) -> dict[str, Any]:
-    """Return {config field: value} that make mistakes show: no dropout, larger initial weights, 0 for missing token ids."""
+    """Return {config field: value} that make mistakes show: no dropout, larger initial weights, a pad token (id 0)."""
     known = config.to_dict()
     scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}
@@ -184,7 +184,7 @@ def expressive(config: Any) -> dict[str, Any]:
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:
-    """Return {config field: value} for all loads: no dropout, larger initial weights, experts by code with fp64."""
+    """Return {config field: value} for all compared runs: no dropout, large weights, experts_implementation="eager"."""
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):

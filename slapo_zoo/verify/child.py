@@ -38,8 +38,9 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Do the task of a JSON request; return its outcome as JSON data. The keys of the request choose the task:
 
-    - "sizes" (tp, pp, dp): derive a table of sharding rules; the outcome is the table and its proof.
-    - "cut" (size of tp) and "way" (value of `cp_attention=`): the outcome is {"positions": how cp ranks number tokens}.
+    - "sizes" (tp, pp, dp): derive a table of sharding rules; the outcome is the table, the mesh it was tried on, ...
+    - "cut" (number of tp ranks) and "way" (the loader's `cp_attention`): find out how a cp rank numbers its tokens; the
+      outcome is {"positions": a value of `Table.cut_tokens` such as "counted"}.
     - neither: compare a sharded model with the plain one on "mesh" (tp, pp, dp); the outcome is the report.
       Optional are "program" (text of a schedule.json), "knobs" and "folder" (arguments of `core.verify`),
       "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
@@ -89,9 +90,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
-    """Return the family's sharding rules with how cp ranks number their tokens, which runs of a tiny model find out;
-    None if cp is 1 or if the family's own rules, which the caller then takes, say this. `arguments` are keyword
-    arguments of `core.verify`.
+    """Return the family's sharding rules, completed by how a cp rank numbers its tokens, which runs of a tiny model
+    tell. Return None if cp is 1 or the rules say this already; the caller then takes them as they are. `arguments` are
+    keyword arguments of `core.verify`.
     """
     if arguments.get("cp", 1) == 1:
         return None

@@ -30,8 +30,8 @@ CHECKS: dict[str, str] = {
 class Result:
     """Outputs, loss, gradients, and weights after an AdamW step, of one run of a model; unsharded, by HuggingFace name.
 
-    `uncached` are outputs without KV cache, `norm` is the 2-norm of all gradients, `events` are tensors recorded at
-    modules, `tied` maps each name of a tied parameter to the name used here.
+    `uncached` are the outputs of a second forward, with use_cache=False as in a pipeline. `norm` is the 2-norm of all
+    gradients, `events` are tensors recorded at modules, `tied` maps the names of a tied parameter to the one used here.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error of an output, loss or gradient: twice the largest error of plain runs, plus 8 fp32 eps of its size.
+    """Allowed error of an output, loss or gradient: 2 * largest error of plain runs + 8 fp32 eps * largest element.
 
     Args:
         truth: the run of the plain model in fp64.
@@ -169,7 +169,7 @@ class Tolerance:
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return the largest absolute difference of a plain run from the fp64 run in `what(run)`, e.g. a gradient."""
+        """Return the largest absolute difference in `what(run)`, e.g. a gradient, between a plain and the fp64 run."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
@@ -178,8 +178,8 @@ class Tolerance:
 
         Args:
             what: function that gets a run (a Result) and returns this output, loss or gradient of the run.
-            largest: largest absolute element of it in the fp64 run.
-            scale: largest element of the tensors that rounding errors come from, for a gradient of all gradients; or 0.
+            largest: largest absolute element of `what(run)` for the fp64 run; 8 fp32 eps of it are allowed.
+            scale: number that replaces `largest` where it is larger: for a gradient, the largest of all gradients.
         """
         return 2 * self.own_error(what) + FLOOR * max(largest, scale)
 
@@ -195,7 +195,7 @@ class Tolerance:
             name: name of the output or parameter, for the record.
             found: the output, loss or gradient of the scheduled model.
             what: function that gets a run (a Result) and returns the same output, loss or gradient of the run.
-            scale: for a gradient the largest element of all gradients, of which 8 fp32 eps are allowed; or 0.
+            scale: for a gradient, the largest absolute element of all gradients, as in `allowed`; else 0.
             rank: rank on which `found` was computed, or None for all.
         """
         want = torch.as_tensor(what(self.truth)).double()
@@ -230,7 +230,7 @@ class FixedTolerance(Tolerance):
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return relative * (`largest` element of the value + 0.01 * `scale`, e.g. the largest of all gradients)."""
+        """Return the allowed error, relative * (`largest` + 0.01 * `scale`); `Tolerance.allowed` explains both."""
         return self.relative * (largest + 0.01 * scale)
 
 

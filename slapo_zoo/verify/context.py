@@ -344,7 +344,7 @@ def give_values(model: nn.Module) -> bool:
 
 
 def take_values(model: nn.Module) -> None:
-    """Replace all parameters and buffers of a model by meta tensors; tied parameters stay tied."""
+    """Undo `give_values`: replace all parameters and buffers of a model by meta tensors; tied parameters stay tied."""
     swap_tensors(model.modules(), lambda tensor: _like(tensor, tensor.data.to("meta")))
 
 

@@ -43,8 +43,8 @@ def verify(
         quick: verify a small config of the same family; False verifies the given one.
         seed: seed of weights, batch and dropout.
         folder: checkpoint to take weights from; None draws random ones. It is not read with `quick`.
-        knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels; by
-            default no fused kernels are used, as only the schedule is compared.
+        knobs: arguments of from_pretrained, such as sequence_parallel=True, pipeline_order="1f1b", stages_per_rank=2,
+            cp=2 or kernels="auto"; by default no fused kernels are used, as only the schedule is compared.
     """
     begin = time.perf_counter()
     hf.register_models()
@@ -65,10 +65,8 @@ def verify(
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
-    """Return "zoo" if `schedule` is "auto" and slapo_zoo has built-in sharding rules of the family, else `schedule`.
-
-    Raises:
-        ArchitectureError: the schedule is "auto" and slapo_zoo has no built-in rules of the family.
+    """Return "zoo" (the built-in sharding rules of the config's family) if `schedule` is "auto", else `schedule`.
+    ArchitectureError is raised if the schedule is "auto" and the family has no built-in rules.
     """
     if not (isinstance(schedule, str) and schedule == "auto"):
         return schedule
@@ -157,10 +155,10 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Return a difference that no module explains (loss, norm, or one factor in all gradients), else `divergence`.
+        """Return a difference that no module explains (loss, norm, or one factor in all gradients), else `divergence`,
+        the first module that differs, or None. A `divergence` in the forward takes precedence over the others.
 
-        `divergence` is the first module that differs, or None; it is returned in any case if its forward differs. If
-        only the norm is wrong, as ranks have different gradients of a replicated parameter, None is returned.
+        If only the gradient norm is wrong, because ranks differ in the gradient of a replicated parameter, return None.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -190,8 +188,8 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of modules with a directive whose attribute `field` is "all_reduce_twice" or "num_experts":
-        "sync_op_or_fn" finds those with partial output gradients, "count" those with sharded experts.
+        """Return the paths of modules whose output gradients are partial sums (`field` "sync_op_or_fn": a directive has
+        "all_reduce_twice" there) or whose experts are sharded (`field` "count": a directive has "num_experts" there).
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

@@ -22,9 +22,7 @@ def refusal(problem: str) -> ArchitectureError:
 
 def class_by_token(cls: Any) -> Any:
     """Return `cls` if its loss is a mean over the tokens of text, else a class with the same blocks and such a loss.
-
-    Raises:
-        ArchitectureError: there is no such class, or the class takes no text or no labels.
+    ArchitectureError is raised if there is no such class, or the class takes no text or no labels.
     """
     head, beside = head_of(cls.__name__), vars(sys.modules[cls.__module__]).values()
     found = [
@@ -51,8 +49,8 @@ def require_token_loss(cls: Any) -> None:
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
     """Return a copy of `table` (sharding rules) whose field `cut_tokens` has the value `positions` for class `cls`.
 
-    `positions` says how tokens get positions: by position_ids, "counted" (0, 1, ...) or, without padding, "counted by
-    mask" or "counted real"; by an embedding that counts ("placed"), by a bias of distances ("relative"), or "none".
+    `positions` says how a cp rank gets its tokens' positions: as position_ids 0, 1, ... ("counted"; without padding, by
+    the mask or ids: "counted by mask", "counted real"), by an embedding's offset ("placed"), "relative", or "none".
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 

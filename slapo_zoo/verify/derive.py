@@ -63,7 +63,7 @@ class Proof:
         return found + [f"{n} stays unsharded: {why}" for n, why in self.left_whole.items() if why]
 
     def document(self) -> dict[str, Any]:
-        """Return the proof as JSON data, for the cache of derived tables."""
+        """Return table, left_whole, share, sizes and seconds as JSON data, for the cache of derived tables."""
         return {
             "table": to_document(self.table), "left_whole": self.left_whole, "share": self.share,
             "sizes": self.sizes, "seconds": self.seconds, "software": software(),
@@ -96,7 +96,9 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """Search for sharding rules by which a tiny model computes what the plain one does; first are those that shard most."""
+    """Search for sharding rules by which a tiny model computes what the plain one does; it tries first those that shard
+    most.
+    """
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, dict(knobs)
@@ -142,7 +144,10 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return patterns of block lists (encoder, decoder); a try cuts only one into stages. [] for pp=1 or one list."""
+        """Return patterns of the block lists (encoder, decoder), if pp > 1 and there are several; else [].
+
+        Each is then tried as the only list that pipeline stages divide.
+        """
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -161,8 +166,8 @@ class Search:
         return [*map(_seamed, makes), *makes] if self.is_cut else makes
 
     def _has_plan(self) -> bool:
-        """Return whether the config's tp plan of `transformers` gives a table: `table_of_plan` refuses e.g. dropout,
-        which no plan names. If tp is 1, a tiny model on two tp ranks must also agree with the plain one by this table.
+        """Return whether the tp plan that `transformers` has for the config can be made a table of sharding rules; e.g.
+        dropout prevents it. If tp is 1, a tiny model sharded by this table on two tp ranks must also be right.
         """
         if not plan_of(self.case.config):
             return False
@@ -284,17 +289,17 @@ def _on_meta(config: Any, cls: Any) -> Any:
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
     """Return a copy of `table` whose field `cut_tokens` says how a cp rank gets its tokens' positions, e.g. "counted":
-    the first way by which a tiny model on two cp ranks has the outputs, loss and gradients of the plain one.
+    the first value by which a tiny model on two cp ranks has the outputs, loss and gradients of the plain one.
 
     Args:
         config: a config of `transformers`; it is made tiny.
         cls: class of the model; if its loss is no mean over tokens, one with the same blocks is tried.
         table: sharding rules of the family, for any config.
         tp: number of tp ranks of the tiny model.
-        way: `cp_attention=`: "gather" (keys of all ranks), "ulysses" (all tokens, some heads), "ring" (keys rank by rank).
+        way: cp_attention of the loader: "gather" (all keys), "ulysses" (all tokens, some heads), "ring" (keys in turn).
 
     Raises:
-        ArchitectureError: no way gives the plain model's results, or plain `transformers` cannot train the tiny model.
+        ArchitectureError: no value gives the plain model's results, or plain `transformers` fails on the tiny model.
     """
     cls = class_by_token(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:

@@ -14,7 +14,7 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Return how the tensors of the tp ranks are shards of `want`, as text ("runs of axis 1"); "" if they are not.
+    """Return how the tp ranks' tensors form `want`: "the same on all", "runs of axis 1" (slices), ..., or "" if not.
 
     Args:
         parts: one tensor per tp rank, in order.

@@ -54,11 +54,8 @@ def judge(
 
     Args:
         trial: the test case, the schedule and the mesh.
-        into: record to which findings are added, those before an exception too; None makes a new one.
+        into: record to which findings are added, those before an exception too, and which is returned; None: a new one.
         scratch: folder for the saved weights; None compares no files.
-
-    Returns:
-        `into`, the record of all findings.
 
     Raises:
         Exception: what the run of the sharded model raised.
@@ -290,7 +287,7 @@ def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
 
 
 def mean_sine(output: Any, _batch: Any = None) -> Any:
-    """Return a loss for a class without one: sum of the mean sine of each output; None if none requires a gradient."""
+    """Return, as loss_fn for a class without a loss, the sum of the outputs' mean sines; None if none has a graph."""
     values = output.values() if hasattr(output, "values") else output
     return sum(x.sin().mean() for x in values if isinstance(x, Tensor) and x.requires_grad) or None
 
@@ -312,7 +309,7 @@ def on_mesh(run: Callable[..., T], trial: Trial, *arguments: Any) -> list[T]:
 
 
 def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
-    """Return `run(trial, *arguments)`, called with torch's generator seeded; `trial`: a schedule on a one-rank mesh."""
+    """Return `run(trial, *arguments)` with torch's generator seeded by the test case; `trial` has a one-rank mesh."""
     with _without_warnings(), drawn_from(trial.case.seed):
         return run(trial, *arguments)
 

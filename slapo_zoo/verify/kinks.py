@@ -11,11 +11,11 @@ CHECKS = {"gradients", "optimizer step", "dropout"}
 
 
 def drop_kinks(into: Any, check: Callable[[Any, Any], None], run: Callable[[int], Any]) -> None:
-    """Drop small differences of gradients from `into` if one of 8 runs with noise of one ulp in all weights has none.
+    """Drop all differences from `into` if they are small (at most 0.1 of the largest gradient) and one of 8 more runs,
+    each with noise of one ulp in all weights, has none.
 
-    An input of a ReLU that is 1e-8 in the plain model can round to -1e-8 in the sharded one, which is no mistake. A
-    wrong schedule has its difference in every run. Ranks that are processes make no further runs: if only some of them
-    saw a difference, the others would wait.
+    An input of a ReLU that is 1e-8 in the plain model can round to -1e-8 in the sharded one, which is no mistake, while
+    a wrong schedule differs in every run. Nothing is run if ranks are processes, which may not all see a difference.
 
     Args:
         into: Comparison with the differences of the first run.

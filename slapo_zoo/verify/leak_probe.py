@@ -70,7 +70,7 @@ def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) ->
     rules of `table`, computes what the plain model does.
 
     The value is one for `Table.cut_tokens`: "counted" (0, 1, ...), "counted by mask", "counted real" (without padding),
-    "placed" (by an embedding), "relative" (in a bias) or "none". `way` is `cp_attention=`: "gather", "ulysses", "ring".
+    "placed" (by an embedding), "relative" (in a bias), "none". `way` is the loader's cp_attention, e.g. "gather".
 
     Raises:
         ArchitectureError: no value is right; the error tells why the value that passed most checks failed.

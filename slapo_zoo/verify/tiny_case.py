@@ -64,7 +64,7 @@ def tiny_case(
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Write a tiny model to `folder`; return its test case: heads for `tp` ranks, attention windows of <= 6 tokens."""
+    """Write a tiny model with heads for `tp` ranks and attention windows <= 6 tokens to `folder`; return its Case."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
     near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
     for like, sizes in ((near, small), (config, small), (config, whole)):

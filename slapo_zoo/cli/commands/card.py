@@ -40,7 +40,7 @@ def make(
     auto_class: Head = None,
     cp: Cp = 1,
 ) -> Any:
-    """Write how slapo_zoo shards a model (its schedule) as a card, a folder to publish, without measurements."""
+    """Write a card: a folder to publish, with the schedule by which slapo_zoo shards a model, and no measurements."""
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.argument_values import config_of

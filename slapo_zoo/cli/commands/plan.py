@@ -37,9 +37,9 @@ def plan(
     write: Annotated[Path | None, typer.Option(help="File for the fastest layout's schedule (JSON).", rich_help_panel=SEARCH)] = None,
     most: Annotated[int, typer.Option("--top", min=1, help="Number of layouts to show.", rich_help_panel=SEARCH)] = 10,
 ) -> Any:  # fmt: skip
-    """Print what each rank would read at the load, compute in a step and hold in memory; no weight is read.
+    """Print what each rank of a layout (--tp, --pp, ...) would read at the load, compute in a step and hold in memory.
 
-    With --gpus, simulate every layout (tp, pp, dp, ...) of that many GPUs, and name the fastest that fits.
+    No weight is read. With --gpus, simulate every layout of that many GPUs, and name the fastest that fits.
     """
     from slapo_zoo.cli.commands.plan_search import make_planner, search
     from slapo_zoo.errors import MeshError
@@ -74,15 +74,13 @@ def plan(
 
 
 def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None, rows: int) -> Any:
-    """Simulate a training step of one layout.
-
-    Returns (a Forecasted: time and memory; list of one StageForecast per pipeline stage; a Worth: throughput, MFU
-    and bottleneck; name of the hardware).
+    """Simulate a training step of one layout. Return (a Forecasted: time and memory; list of one StageForecast per
+    pipeline stage; a Worth: throughput, MFU and bottleneck; name of the hardware).
 
     Args:
-        planner: planner of the model on that hardware.
+        planner: what `make_planner` returns, which knows the model and the hardware.
         mesh: sizes of tp, pp, dp and cp.
-        knobs: the other flags of the layout, e.g. pipeline_order, by name.
+        knobs: name --> value of the layout's other flags, e.g. pipeline_order.
         count: micro-batches per step; None: 2 * pp with a pipeline, else 1.
         rows: rows per micro-batch.
     """
@@ -106,7 +104,7 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
 
 
 def _weights_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, the forecast of what each rank reads at the load; sizes in bytes."""
+    """Return {"ranks", "model_bytes", ...} for `--json` from `found`, the forecast of each rank's reads at the load."""
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
     return {
         "ranks": ranks, "model_bytes": found.model_bytes, "assigned_bytes": found.assigned_bytes,
@@ -115,7 +113,7 @@ def _weights_data(found: Any) -> dict[str, Any]:
 
 
 def _step_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, the tuple that `_forecast` returns; seconds and bytes."""
+    """Return {"stages": times, "ranks": bytes, ...} for `--json` from `found`, the tuple that `_forecast` returns."""
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {

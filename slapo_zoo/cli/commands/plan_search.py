@@ -16,12 +16,12 @@ from slapo_zoo.errors import SlapoError
 def make_planner(
     model: str, seq_len: int | None, device: tuple[str, str | None, str, str], padding: bool = True
 ) -> Any:  # fmt: skip
-    """Return the planner of a model, which simulates its training steps on some hardware.
+    """Return the `Planner` of a model and device, which simulates a training step and searches for the fastest layout.
 
     Args:
         model: a checkpoint folder, a Hub id or a family.
         seq_len: tokens per row; None takes a default that fits the model.
-        device: values of --hardware, --memory, --precision and --runtime.
+        device: values of --hardware, --memory, --precision and --runtime, e.g. ("a100", "80GiB", "bf16", "eager").
         padding: whether batches carry an attention mask.
     """
     from slapo_zoo.pipeline.unit_costs import row_length

@@ -32,7 +32,7 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print how a model is sharded: changes to modules, shapes and bytes per rank, collectives per step; read no weight."""
+    """Print how a model is sharded in a layout (--tp, --pp, ...): changes to modules, shapes and bytes, collectives."""
     import torch
 
     from slapo_zoo.cli.training.checks import row_length

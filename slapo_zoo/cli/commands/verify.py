@@ -35,10 +35,12 @@ def verify(
         bool, typer.Option(help="Compare training bit by bit with one process instead.")
     ] = False,
 ) -> Any:
-    """Compare the model as slapo_zoo changes it with the plain one: outputs, gradients, a training step, dropout, saved files.
+    """Compare a sharded model with the plain one: outputs, gradients, a training step, dropout, saved files.
 
-    All ranks are threads of one process on the CPU. By default a small model of the same family is
-    compared, which takes seconds. Exit code 1 says that something differs by more than rounding errors.
+    The layout (--tp, --pp, --dp, --cp, ...) says how the model is sharded; ranks are threads of one process on the CPU.
+    --schedule names a card (a published schedule: a folder or org/name@revision) to use in place of the built-in one.
+    By default a small model of the same family is compared, which takes seconds. Exit code 1 says that something
+    differs by more than rounding errors.
     """
     if full and layers:
         raise typer.BadParameter("found --full too, which runs all layers at once; leave one of them out", param_hint="--layers")  # fmt: skip

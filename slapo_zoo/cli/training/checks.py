@@ -234,9 +234,8 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
 
 
 def task_of(config: Any, asked: str | None = None) -> str:
-    """Return the name of the task ("causal", "masked", "classify", ...): `asked`, or for None the pre-training task.
-
-    ArchitectureError is raised if the family has no head for the task.
+    """Return the name of the task ("causal", "masked", "classify", ...): `asked`, or for None the family's pre-training
+    task. ArchitectureError is raised if the family has no head for the task.
     """
     import transformers
 

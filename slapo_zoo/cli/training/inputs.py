@@ -150,8 +150,8 @@ def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
-    """Return the rows of `data`, the opened data set `name`, tokenized by `task`. The option `columns` is ignored for an
-    evaluation file of plain text.
+    """Return the rows of `data`, the opened data set `name`, tokenized by `task`. The option `columns` (role such as
+    "text" --> column) applies unless `name` is an evaluation file of plain text.
     """
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns
@@ -167,8 +167,8 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "da
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task, with attention masks that part the documents of a row if the option `document_masks` is True or,
-    for None, if the model supports such masks and a row holds several documents; ConfigError for True if it does not.
+    """Return the task, which masks the documents of a row from each other if the option `document_masks` is True or,
+    for None, if a row has several documents and the model supports it. ConfigError is raised for True on other models.
     """
     if not isinstance(task, Causal):
         if options.document_masks:
@@ -189,7 +189,7 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 
 
 def most_of(rows: Any, column: str, measure: str) -> int:
-    """Return the largest value that `measure`, the name of a function of pyarrow.compute, gives for a column of `rows`, or 0."""
+    """Return the largest value of `measure`, a function of pyarrow.compute, on a column of `rows`; 0 without rows."""
     import pyarrow.compute as pc
 
     found = pc.call_function(measure, [rows.data.column(column)])

@@ -182,7 +182,7 @@ ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0
 
 
 def _not_yaml(error: Exception) -> str:
-    """Return what is wrong in a text that is not YAML, after the line and column if the parser's `error` has them."""
+    """Return, as text for the user, the parser's `error` on a text that is not YAML, with line and column if known."""
     mark, lines = getattr(error, "problem_mark", None), str(error).splitlines()
     said = ", ".join(line.strip() for line in lines if not mark or not line.startswith(" "))
     said = f"line {mark.line + 1}, column {mark.column + 1}: {said}" if mark else said

@@ -44,7 +44,6 @@ REQUEUE, INTERRUPTED = 75, 130  # exit codes: EX_TEMPFAIL of sysexits.h, and as 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
     """Train on the ranks of a launcher, or on local ranks started here; return each step's mean loss over its batch.
-
     StoppedError is raised if a signal stopped the run.
     """
     world = options.tp * options.pp * options.cp * (options.dp or 1)
@@ -147,7 +146,7 @@ class Run(ScheduledTrainer):
         return rest()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return ([batch of the next step], None); the time to read it counts as part of the step."""
+        """Return ([batch of the next step], None) in place of Trainer's method; the time counts as part of the step."""
         self.meter.start()
         return [next(epoch_iterator)], None
 
@@ -182,7 +181,7 @@ class Run(ScheduledTrainer):
         """Do nothing: Trainer would store a count of operations, which this class does not make."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Send figures to callbacks and trackers: the step's measurements if `logs` has a "loss", else `logs`."""
+        """Pass to callbacks and trackers the step's loss, gradient norm, ... if `logs` has a "loss", else `logs`."""
         measured = self.record if "loss" in logs else logs
         super().log({k: v for k, v in measured.items() if v is not None and k != "digest"})
 
@@ -233,7 +232,7 @@ class Ending(TrainerCallback):
 
     Args:
         run: Trainer that the callback belongs to.
-        stop: record of the signals that ask for a stop; None if signals are not handled.
+        stop: record of SIGTERM, SIGUSR1 or Ctrl-C if this process got it; None if signals are not handled.
     """
 
     def __init__(self, run: Run, stop: Stop | None):
@@ -269,7 +268,7 @@ def fit(
         inputs: batches and tokenizer.
         options: options of the run.
         tell: called with each step's index and measurements, {"loss": ..., ...}; None on ranks that report nothing.
-        stop: signals that ask for a stop; None if signals are not handled.
+        stop: record of SIGTERM, SIGUSR1 or Ctrl-C if this process got it; None if signals are not handled.
     """
     from accelerate.state import AcceleratorState
 
@@ -295,7 +294,9 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
-    """Return the engine that the options name, wrapped around `model`; `rows` are the rows of a dp rank in a step."""
+    """Return the engine of the options (torch, deepspeed or megatron), an object that holds `model` and a new optimizer
+    and runs training steps. `rows` is the number of rows of a dp rank in a step.
+    """
     from slapo_zoo.model.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.max_grad_norm}
@@ -322,7 +323,7 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
 
 @on_each_rank
 def ledgers_of(model: Any) -> list[Ledger]:
-    """Return a list, by rank, of the record of what that rank read while loading. All processes call this together.
+    """Return a record of each rank's load (bytes read, seconds, ...), in the order of ranks; all processes call this.
     With the option `exact`, which lets a process run several virtual ranks as threads, the list has the virtual ranks.
     """
     return together(model.mesh, "load", lambda: model.ledger)

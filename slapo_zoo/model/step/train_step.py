@@ -368,7 +368,9 @@ class LogitsKept:
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
-        """Store the logits in `output`, gathered over tp and cp; `first_row` is the global index of their first row."""
+        """All-gather the logits in a micro-batch's `output` over tp and cp, and store them under `first_row`, the index
+        of their first row in the batch of all dp ranks. The tp and cp ranks of the last stage call this together.
+        """
         self.cls = type(output)
         found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
