@@ -1,4 +1,4 @@
-"""Apply a family's table of sharding rules to a model: shards, random streams, kernels, recomputation, pipeline cuts."""
+"""Apply a family's sharding rules to a model: sharded weights, dropout masks, kernels, recomputation, pipeline cuts."""
 
 import dataclasses
 import re
@@ -70,8 +70,8 @@ def apply_table(
         table: table of the model's family.
         options: the loader's arguments that change how the model runs; `options.schedule` is not read.
         num_stages: number of pipeline stages; None takes the pp size of the schedule's mesh.
-        tuned_kernels: value of `kernels=` that a tuning search found fastest for this very model, used instead of
-            "auto"; None if there was no search.
+        tuned_kernels: kernels that a tuning search found fastest for this very model, e.g. "geglu+rms_norm", used if
+            `options.kernels` is "auto" or "measure"; None if there was no search.
     """
     _require_needed(sch, table, options.sequence_parallel)
     blocks = block_paths(sch, table)
@@ -97,8 +97,8 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config value with which the family's rules cannot shard the model; `table.needs`
-    lists the values that they need. `tokens_divided` is True under sequence parallelism.
+    """Raise ArchitectureError if a config field has another value than the family's rules need on the mesh of `sch`
+    (`table.needs` lists these fields). `tokens_divided` is True under sequence parallelism.
     """
     config, mesh = sch.model.config, sch.mesh
     sizes = {name: mesh.size(name) for name in ("pp", "cp")}
@@ -122,11 +122,11 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
-    """Return the activation policy of each of a model's `count` blocks, as `options` say: KEEP (save all activations),
-    RECOMPUTE, or the name of a policy such as "save_matmuls".
+    """Return the activation policy of each of a model's `count` blocks, from `checkpoint_ratio` and `checkpoint_policy`
+    of `options`: KEEP (save all activations), RECOMPUTE, or the name of a policy such as "save_matmuls".
 
     Raises:
-        ArchitectureError: a policy is given but no block is recomputed, or a list has not `count` policies.
+        ArchitectureError: one policy, but no block is recomputed; a list with a ratio, or not of `count` policies.
     """
     policy, ratio = options.checkpoint_policy, options.checkpoint_ratio
     what = f"checkpoint_policy={policy!r:.60}"
@@ -160,8 +160,8 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 
 
 def _activation_rows(sch: Schedule, blocks: list[str]) -> list[Row]:
-    """Return (path, rule) of every activation in `blocks` that has parameters (PReLU, xIELU): each rank sees the columns
-    of its shard only, so the gradients of these parameters are summed over tp.
+    """Return (path, rule) of every activation in `blocks` that has parameters (PReLU, xIELU). The rule sums their
+    gradients over tp, because the activation gets only one rank's shard of the columns.
     """
     within = tuple(f"{path}." for path in blocks)
     return [(path, tuple(map(SumGradient, module._parameters))) for path, module in sch.state.modules.items()
@@ -178,12 +178,12 @@ def _drawing_rows(sch: Schedule) -> list[Row]:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`, the
-    pairs of tensor parallelism, which already reduce-scatter tokens after row-parallel linears and gather them before
-    column-parallel ones.
+    """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) needs besides those
+    of tensor parallelism, `rows`. Rules in `rows` already gather the tokens before column-parallel linears and
+    reduce-scatter them after row-parallel ones.
 
-    The first block of each list of blocks shards the tokens, and the last one gathers them; a block that runs several
-    times does both at each call. Gradients of parameters that are replicated inside the blocks are summed over tp.
+    The returned rules shard the tokens before the first block of a list of blocks, gather them after the last one (for
+    ALBERT, around each call of its one block), and sum gradients of parameters that are replicated inside blocks.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -252,9 +252,9 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the cost of each call of a block, embedding or head (paths: `units`) in running order, in floating-point
-    operations. If a forward on fake tensors fails, or runs fewer than `num_stages` - 1 of the `blocks`, the cost of a
-    unit is its number of weights.
+    """Return, for each call of a block, embedding or head (paths: `units`) in running order, its number of weights and
+    the estimated operations of its forward. If a forward on fake tensors fails, or calls `blocks` fewer than
+    `num_stages` - 1 times, each of `units` counts as called once, with as many operations as it has weights.
     """
     try:
         found = unit_costs(model, units)

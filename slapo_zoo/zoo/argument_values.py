@@ -31,8 +31,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
     sizes do not match the number of processes.
 
     Args:
-        **sizes: size of each mesh dim by name; None means the number of processes divided by the product of the
-            other sizes.
+        **sizes: size of each mesh dim by name; None: the number of processes / the product of the other sizes.
     """
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
@@ -43,7 +42,6 @@ def make_mesh(**sizes: int | None) -> Mesh:
 
 def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
     """Return mesh dim --> size for `world` processes; a size of None becomes `world` / product of the other sizes.
-
     MeshError is raised if the product of the sizes is not `world`.
     """
     given = {name: 1 if size is None else size for name, size in sizes.items()}
@@ -62,8 +60,8 @@ def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
 def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
-    """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its
-    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
+    """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its folder;
+    SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
     """
     if Path(name_or_path).exists() or not is_missing(Path(name_or_path)):
         return _without_adapter(Path(name_or_path) / (hub.subfolder or ""))
@@ -117,7 +115,7 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the device. None becomes this rank's GPU, or the CPU if there is no GPU or the process group uses gloo."""
+    """Return a model's device; None becomes this rank's GPU, or the CPU without a GPU or with a gloo process group."""
     takes_gpu = torch.cuda.is_available()
     if takes_gpu and dist.is_initialized() and (takes_gpu := is_for_gpus()):
         _use_own_gpu()
@@ -157,11 +155,11 @@ def _named_device(device: str | torch.device) -> torch.device:
 def changed_config(
     folder: Path, changes: dict[str, Any], hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Any:  # fmt: skip
-    """Return the config of a checkpoint, or the one that the user passed in `hub`, with some fields changed.
+    """Return the config of a checkpoint, or `hub.config` if the user passed one, with the fields of `changes` set.
 
     Raises:
-        SlapoError: a name in `changes` is no field of the config (for an argument of plain `transformers` the
-            error names the argument to pass instead); the checkpoint has no config, or is quantized.
+        SlapoError: a name in `changes` is no field of the config (for an argument of `transformers`, e.g. `device_map`,
+            the error says what to pass to slapo_zoo instead); the checkpoint has no config, or is quantized.
     """
     if instead := [name for name in changes if name in INSTEAD]:
         raise unknown_knob("from_pretrained", instead[0], ())
@@ -196,8 +194,8 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 def config_of(name: str) -> tuple[Any, str | None]:
     """Return (config, name of an auto class or None) of a folder, a Hub id or a family such as "gpt2".
 
-    A family's config has default sizes, and its auto class has a loss. For a folder or a Hub id, whose config names
-    the class, the second item is None.
+    A family's config has default sizes; the auto class is one whose model of that family computes a loss. For a folder
+    or a Hub id, whose config names the class, the second item is None.
     """
     from transformers import CONFIG_MAPPING
 
@@ -245,7 +243,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Request config.json of a Hub model to raise a network error (OSError) at once; `transformers` would try again."""
+    """Request config.json of a Hub model unless it is cached, to raise a network error (OSError) without retries."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,8 +1,7 @@
 """Evaluator of integer arithmetic over named numbers, without running code: `"n_embd // n_head"`.
 
-A formula has integers, names, the operators + - * // % and parentheses; a comparison has two formulas
-with one of == != <= < >= > between them. Python's own parser reads the text, and every other node of its
-tree is refused.
+A formula has integers, names, the operators + - * // % and parentheses; a comparison has two formulas with one of
+== != <= < >= > between them. Python's own parser reads the text, and every other node of its tree is refused.
 """
 
 import ast
@@ -26,7 +25,7 @@ _COMPARISONS: dict[type, Callable[[int, int], bool]] = {
 
 
 class Named(int):
-    """An int with the name of the model size that it is, e.g. "head_dim"; a published schedule stores the name instead."""
+    """Model size: an int with a name, e.g. "head_dim"; a published schedule stores the name instead of the number."""
 
     name: str = ""
 

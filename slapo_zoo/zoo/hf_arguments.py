@@ -42,11 +42,11 @@ class HubArguments:
         token: access token of the Hub.
         cache_dir: folder of downloaded files.
         local_files_only: True uses downloaded files only.
-        force_download: True downloads again.
-        subfolder: folder within the repository or folder.
+        force_download: True downloads even files that are in `cache_dir`.
+        subfolder: folder of the checkpoint within the Hub repository or the local folder.
         variant: read files named `model.<variant>.safetensors`.
         config: a config to use instead of the checkpoint's, or the folder or name of one.
-        ignore_mismatched_sizes: draw new values for tensors whose size differs.
+        ignore_mismatched_sizes: True draws new values for tensors whose shape in the files is not the model's.
         generation_config: a GenerationConfig that replaces the checkpoint's; None leaves that.
     """
 
@@ -64,7 +64,7 @@ class HubArguments:
     def taken(given: dict[str, Any]) -> "HubArguments":
         """Remove the arguments that are fields of this class from `given`, and return them as an object.
 
-        Arguments of transformers that have no effect here are removed from `given` too.
+        Arguments that ask for what slapo_zoo does anyway, e.g. low_cpu_mem_usage=True, are removed from `given` too.
         """
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
@@ -84,7 +84,7 @@ class HubArguments:
         return f"model.{self.variant}" if self.variant else "model"
 
     def own_config(self, changes: dict[str, Any]) -> Any:
-        """Return a copy of the config that the user passed, with `changes`; None if the checkpoint's config is to be read."""
+        """Return a copy of the config object in `config`, with `changes` set; None if `config` is a name or None."""
         if self.config is None or isinstance(self.config, str | Path):
             return None
         if not hasattr(self.config, "to_dict"):

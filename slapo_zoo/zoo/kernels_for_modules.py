@@ -1,4 +1,4 @@
-"""Choice of the kernels of a model, with its reasons: the argument `kernels=`.
+"""Choice, with reasons, of the kernels that replace a model's modules: the argument `kernels=` of `from_pretrained`.
 
 Whether a kernel can replace a module follows from the module's class, so no family's table names kernels. Whether
 the kernel is used follows from measurements on the device (slapo_zoo.dispatch.choose_kernel).
@@ -53,8 +53,8 @@ def device_name(device: torch.device | str) -> str:
 
 
 def asked_names(asked: Any) -> list[str] | None:
-    """Return the kernel names in a value `asked` of `kernels=`: None for "auto" and "measure", [] for "reference".
-    ScheduleError, which lists all names, is raised for an unknown name.
+    """Return the kernel names in `asked`, the argument `kernels=` of `from_pretrained`: [] for "reference"; None for
+    "auto" and "measure", with which measurements choose. ScheduleError, which lists all names, for an unknown name.
     """
     if asked in ("auto", "measure"):
         return None
@@ -69,7 +69,7 @@ def asked_names(asked: Any) -> list[str] | None:
 
 
 def kernels_of(value: Any) -> Any:
-    """Turn the value that a tuner wrote into a value of `kernels=`: "a+b" --> ["a", "b"], "" --> "reference".
+    """Turn a tuner's text into an argument `kernels=` of `from_pretrained`: "a+b" --> ["a", "b"], "" --> "reference".
 
     >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
     (['geglu', 'rms_norm'], 'reference', 'auto')
@@ -85,10 +85,10 @@ def choose(
 
     Args:
         sch: schedule of the model; it is not changed.
-        asked: value of `kernels=`: "auto", "measure", "reference", a name, or several.
+        asked: `kernels=` of `from_pretrained`: "auto", "measure", "reference", a kernel's name, or a list of names.
         device: "cpu", or the name of the GPU.
         attention: attention back end that the user asked for, or None; with one, "auto" replaces no attention.
-        tuned: value of `kernels=` that a search found fastest for this very model, taken for "auto"; or None.
+        tuned: kernels that a search found fastest for this very model, "geglu+rms_norm", taken for "auto"; or None.
     """
     names, by_device = asked_names(asked), asked in ("auto", "measure")
     if by_device and tuned is not None:
@@ -111,7 +111,7 @@ def choose(
 
 
 def _paths_by_pattern(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Return {pattern of a class, e.g. "**:GPT2MLP", or path of a module: paths that the kernel can replace there}."""
+    """Return {pattern of a class ("**:GPT2MLP"), or path if `kernel.sites` lists paths: paths of matching modules}."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}
@@ -165,8 +165,8 @@ def _size(config: Any, kernel: Kernel) -> int:
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
     """Return `choices`, with a kernel rejected if all its modules lie inside modules that another accepted kernel replaces.
 
-    The inner kernel might never run. Two fields of a kernel make exceptions: one with `runs_inside` calls the modules
-    inside and rejects no kernel; one with `innermost` is for linears, which outer kernels call, and is not rejected.
+    The inner kernel might never run. There are two exceptions: an outer kernel with `runs_inside` calls the modules
+    inside and rejects no kernel, and an inner one with `innermost` (for linears, which outer kernels call) is kept.
     """
     hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
     served = {path: c for c in hiding for path in sch[c.pattern].paths}
@@ -205,10 +205,11 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Replace modules of the model of `sch` by the kernels that `choose` accepts; write all choices to `sch.kernels`.
+    """Replace modules of `sch.model` by faster kernels; write all choices, rejected ones too, to `sch.kernels`.
 
-    `asked` is the value of `kernels=` ("reference" replaces nothing), `device` "cpu" or the GPU's name, `attention` the
-    back end that the user asked for, `tuned` the value of `kernels=` that a search found fastest, taken for "auto".
+    `asked` is `kernels=` of `from_pretrained`: kernel names, "auto" (by stored measurements), "measure" (measure first)
+    or "reference" (do nothing). `device` is "cpu" or the GPU's name, `attention` the back end that the user asked for.
+    `tuned` are the kernels that a search found fastest, e.g. "geglu+rms_norm", taken for "auto"; None: no search.
     """
     if asked == "reference":
         return

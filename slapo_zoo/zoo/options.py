@@ -164,7 +164,7 @@ class BuildOptions:
 
     @property
     def place(self) -> torch.device:
-        """Return the device of the model: `device`, which a load sets before it builds the model; the CPU if it is None."""
+        """Return the model's device, the CPU if `device` is None; a load sets `device` before it builds the model."""
         return torch.device(self.device or "cpu")
 
     @property

@@ -129,7 +129,7 @@ class Outline:
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
     def _apply(self, options: BuildOptions) -> None:
-        """Apply `options.schedule`, the user's module changes; MeshError if pp ranks need another number of stages."""
+        """Apply the user's schedule, `options.schedule`; MeshError if its cuts make not as many stages as pp needs."""
         schedule = options.schedule
         if kind_of(schedule) in ("card", "function"):
             schedule(self.schedule)

@@ -50,7 +50,7 @@ def column(
         axis: output axis of the weight.
         unit: name of the number of neighbouring outputs that stay on one rank, e.g. "head_dim"; "" is 1.
         groups: names of the sizes of consecutive slices of the outputs (q|k|v); every rank gets a shard of each slice.
-        together: name of the number of query heads per KV head; with groups, the first group holds the queries.
+        together: name of the number of query heads per KV head; they share a rank if possible; `groups[0]` holds them.
         kv: True if the outputs are KV heads: with fewer heads than ranks, neighbouring ranks hold the same head.
         shared: name of the number of last outputs that all ranks use (k and v of the only KV head); "" for none.
     """
@@ -80,16 +80,16 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     """Return the sharding rule of an attention module: a child `core_attn` that computes softmax(q k^T) v is added, and
     attributes that count heads or columns become those of this rank.
 
-    `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
-    `attributes` are (attribute, "") if it counts heads; if it counts columns, (attribute, name of "columns per head").
+    `num_heads` and `together` are the names in `Table.dims` of the numbers of query heads and of those per KV head.
+    `attributes`: ("num_heads", "") counts heads; ("embed_dim", "head_dim") counts columns, `head_dim` of them per head.
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Return the sharding rule that divides attributes of a module, such as its number of heads, by tp. `attributes`:
-    (attribute, "" if it counts heads; if it counts columns, the name of the size "columns per head"). `together` is the
-    name of the size "query heads per KV head"; `kv` True: the heads are KV heads, of which each rank has at least 1.
+    """Return the sharding rule that sets a module's attributes to this tp rank's share. `attributes`: ("num_heads", "")
+    counts heads; ("embed_dim", "head_dim") counts columns, `head_dim` of them per head. `together` is the name in
+    `Table.dims` of the number of query heads per KV head. `kv` True: KV heads, of which each rank has at least 1.
     """
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
@@ -111,15 +111,15 @@ def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
 
 
 def vocab_bias(linear: str) -> Rule:
-    """Return the sharding rule of a head that has the bias of its logits beside its child `linear` (rule `vocab_head`):
-    the bias is sharded over the vocabulary, and each tp rank adds its shard of the bias to its shard of the logits.
+    """Return the sharding rule of a head that holds the bias itself, while its child `linear` (rule `vocab_head`) makes
+    the logits: the bias is sharded over the vocabulary, and each tp rank adds its shard to its shard of the logits.
     """
     return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the sharding rule of an RMSNorm over all heads' outputs of a column-parallel linear: the weight is sharded
-    as by `column`, which takes these arguments, and the mean of squares is over the outputs of all tp ranks.
+    """Return the sharding rule of an RMSNorm over all outputs (all heads) of a column-parallel linear: its weight is
+    sharded as `column` with these arguments shards the linear, and the mean of squares is taken over all tp ranks.
     """
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 

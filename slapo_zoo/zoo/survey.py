@@ -103,8 +103,8 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """Yield a record of each tensor that stages exchange in a step of one micro-batch: activations, gradients of
-    activations, gradients of tied weights. `calls` are the module calls of a forward, with tensor shapes.
+    """Yield (send or all_reduce, "pp", phase, bytes) for each tensor that stages exchange in a step of one micro-batch:
+    activations and their gradients, gradients of tied weights. `calls`: module calls of a forward, with tensor shapes.
     """
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):

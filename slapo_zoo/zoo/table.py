@@ -37,8 +37,8 @@ class Table:
         order: full patterns of the lists of blocks and of other modules in the order in which they run;
             empty where the model defines them in that order.
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
-        calls: config attribute with the number of times that a block with shared weights runs (ALBERT).
-        seam: True if the family's attention goes through transformers' AttentionInterface.
+        calls: name of the config attribute that says how often one block with shared weights runs (ALBERT); "": once.
+        seam: True if attention calls transformers' AttentionInterface, through which a child `core_attn` can be called.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
         num_tokens: function that gets the config, and for images their (height, width), and returns the number of
             tokens that the model makes of an input other than text; None for text.
@@ -49,7 +49,7 @@ class Table:
         shifts_labels: True if the loss compares each token with the next label; None: the class name says it.
         undivided: model classes whose loss is no mean over rows, so that no batch may be split; True: all classes.
         batch_statistics: True if micro-batches change the result (BatchNorm), so that their number must be given.
-        defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
+        defaults: fields of a config made from the family's name alone, where transformers' defaults are not valid.
         cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them,
             a name in `model/step/cut_batch.py`; any other class is refused.
         needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when: "sp": only
@@ -189,7 +189,7 @@ def extend(
         without: patterns of the body rows of `base` to leave out.
         body: rows to add for modules in the base model.
         heads: rows for modules outside the base model; None takes those of `base`.
-        changes: any other field of `Table`.
+        changes: any other field of `Table`; `cut_tokens` is empty unless it is passed.
 
     Raises:
         ArchitectureError: the base has no row of a pattern in `without`.
@@ -235,7 +235,7 @@ def families() -> list[str]:
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """Return a family's table of sharding rules; if none, ArchitectureError lists all families. `more` ends the hint."""
+    """Return a family's table of sharding rules; else ArchitectureError lists all families, `more` ends its hint."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

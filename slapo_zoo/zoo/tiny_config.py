@@ -46,7 +46,7 @@ class Sizes:
     Args:
         widths: how widths shrink: "rounded" (to whole heads), "halved" (by powers of 2) or "kept" (not at all).
         window: tokens of an attention window.
-        ranks: number of tp ranks, over which uneven, padded or replicated sizes stay so; 0 ignores ranks.
+        ranks: number of tp ranks; sizes that are uneven, padded or replicated over them stay so. 0: any sizes.
     """
 
     heads: int = 4
@@ -62,7 +62,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return bounds whose heads tp ranks share as unevenly as those of config fields `own`; `self` for 0 ranks."""
+        """Return bounds for a config with fields `own`: heads keep their remainder modulo tp. `self` for 0 ranks."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)
@@ -132,7 +132,7 @@ def tiny_like(
 ) -> Any:
     """Return a config of a tiny model that a mesh shards as it shards the given one, which is not changed.
 
-    Each new size leaves the same remainder over tp as the given one, so sizes that are uneven or padded stay so.
+    Each new size modulo tp is that of the given config, so sizes that are uneven or padded over tp stay so.
     Query heads per KV head stay too, and whether there are fewer KV heads than ranks.
 
     Args:
@@ -253,8 +253,8 @@ def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _window(now: dict[str, int], stages: int) -> int:
-    """Return the side of an attention window, at least 2, that fits the last stage's grid of patches. Each of the `stages`
-    stages but the first halves the grid. `now` are the shrunken config's fields.
+    """Return the side of a Swin model's attention window, at least 2, that fits the patch grid of the last stage. Each
+    of the model's `stages` stages after the first halves the grid. `now` are the shrunken config's fields.
     """
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))

@@ -1,7 +1,7 @@
 """Results of `slapo-zoo tune --card` for a model on this device, which `from_pretrained` applies.
 
-Only kernels and attention back end are taken, which change neither numbers nor planned memory, and
-only for the same model, dtype and device.
+Only kernels and attention back end are taken, which change neither results nor planned memory, and only for the same
+model, dtype and device.
 """
 
 import json

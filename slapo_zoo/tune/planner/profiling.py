@@ -146,7 +146,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the full model's costs: `units`, those of the copy with fewer blocks, its middle block's repeated."""
+        """Return the costs of the full model from `units`, those of the model with fewer blocks if there is one."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -154,7 +154,9 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Extend (path, value) pairs of the copy with fewer blocks to all blocks: repeat the middle block's value."""
+        """Return (path, value) of each call of the full model from `calls`, those of the model with 3 blocks per stack:
+        its middle block's value is that of every block between first and last. Without such a model, return `calls`.
+        """
         found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")

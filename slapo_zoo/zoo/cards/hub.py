@@ -50,7 +50,7 @@ class Pulled:
 
     Args:
         folder: folder with the card's files.
-        root: cache directory of the repository; links in `folder` lead to files below it.
+        root: directory of the repository in the Hub's cache; symbolic links in `folder` lead to files below `root`.
         reference: the repository, with the sha of the downloaded commit as revision.
     """
 

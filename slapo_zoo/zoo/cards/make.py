@@ -60,7 +60,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
             the same module tree and tensor shapes.
 
     Raises:
-        CardError: a directive holds a live Python object, or is of a kind (primitive) that cards may not use.
+        CardError: an argument of a directive is a function or module, or cards may not use its kind (primitive).
     """
     used = set[str]()
     steps = _steps(schedule, used)
@@ -83,7 +83,7 @@ def module_program(schedule: Schedule) -> Program:
     The card fits modules with the same submodule paths and tensor shapes as `schedule.model`.
 
     Raises:
-        CardError: a change (directive) holds a live Python object, or is of a kind that cards may not use.
+        CardError: an argument of a change (directive) is a function or module, or cards may not use its kind.
     """
     cls, steps = type(schedule.model).__name__, _steps(schedule, set())
     program = Program(MODULE, cls, schedule.structure, {}, (_stages(schedule),), steps)

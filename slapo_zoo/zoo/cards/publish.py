@@ -46,7 +46,7 @@ def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: 
         mesh: mesh of the ranks, all of which call this function.
         make: function that returns the card; called on rank 0 alone.
         place: folder, or Hub repository org/name; a text that begins with `.`, `/`, `~` or names a folder is a folder.
-        options: further arguments of `hub.push`; refused if `place` is a folder.
+        options: further arguments of `hub.push` (token, private, tag, ...); refused if `place` is a folder.
     """
 
     def first() -> str:
@@ -76,7 +76,7 @@ def _write(card: Card, folder: Path, options: Mapping[str, Any]) -> str:
 def write_beside(model: Any, folder: Path) -> None:
     """Write a card of the model (schedule.json, README.md) into a folder of its saved weights; an existing README.md is kept.
 
-    A schedule that no card can hold, such as one with a Python function, is left out with a warning.
+    If no card can hold the schedule, e.g. because of a Python function in it, nothing is written and a warning given.
     """
     try:
         contents = card_of(model).contents()

@@ -23,7 +23,9 @@ from slapo_zoo.zoo.cards.program import MODULE, Program
 
 
 def load_card(name: str) -> Card:
-    """Return the card (published schedule) in a folder, a Hub repository (org/name@revision) or a lone .json file."""
+    """Return the card (published schedule) in a folder, a Hub repository (org/name@revision) or a schedule.json alone;
+    in the last case all its mesh sizes are 1 and it has no reports.
+    """
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)
@@ -66,7 +68,7 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
     """Return (pattern of module paths, directive) for each change of modules in a .json file of `Schedule.to_json`;
-    None if `name` is no such file. Rank 0 reads it for all ranks. It fits one mesh only, but does not say which.
+    None for any other `name`. Rank 0 reads the file for all ranks. The file fits one mesh only, but does not name it.
     """
     if not name.endswith(".json"):
         return None

@@ -45,8 +45,8 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Yield the errors of `instance`, a directive in schedule.json, by that schema in `rules` which describes its
-        primitive. jsonschema calls this for the keyword "allOf"; its own function tries all schemas, which is slow.
+        """Yield the errors of `instance`, e.g. a directive in schedule.json. jsonschema calls this for each "allOf",
+        whose list of schemas is `rules`. For a directive, only the schema of its primitive is tried, to save time.
         """
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:
@@ -59,5 +59,5 @@ def validator() -> Any:
 
 
 def _primitive_of(rule: Any) -> str:
-    """Return the name of the primitive (kind of change, e.g. "shard") whose arguments a rule of the schema describes."""
+    """Return the primitive (kind of change, e.g. "shard") that `rule` is for: an if-then schema of its arguments."""
     return rule["if"]["prefixItems"][1]["const"]

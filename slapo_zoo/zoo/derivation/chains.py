@@ -25,10 +25,10 @@ class Chains:
     """Record of one forward: to which linears, dropouts and other operations the output columns of each linear pass.
 
     Args:
-        feeds: path of a linear --> the linears whose columns were its input.
-        takers: path of a linear --> the linears that took its columns as input.
-        mixed: linears whose columns reached an operation that is not element-wise.
-        dropouts: path of a dropout --> the linears whose output columns were its input.
+        feeds: path of a linear --> paths of the linears whose output columns were its input.
+        takers: path of a linear --> paths of the linears that took its output columns as input.
+        mixed: paths of the linears whose output columns reached an operation that is not element-wise.
+        dropouts: path of a dropout --> paths of the linears whose output columns were its input.
     """
 
     feeds: dict[str, set[str]] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record, before a call of a dropout or linear at `path`, which linears made the columns of its arguments.
-        `linear` is True for a linear; for a module that is neither, nothing is recorded.
+        """Record, before the dropout or linear `module` at `path` is called with `args`, which linears made the columns
+        of these arguments. `linear` is True for a linear. For any other module, nothing is recorded.
         """
         held = self._columns(args)
         if linear:

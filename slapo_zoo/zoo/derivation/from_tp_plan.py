@@ -1,7 +1,7 @@
 """Derivation of sharding rules (a table) from the `base_model_tp_plan` that `transformers` has for a family.
 
-The plan says which linears are sharded; heads, shared inputs and replicated modules are read from the
-module tree. Such a table is a guess until `verify.derive` has compared it with the plain model.
+The plan says which linears are sharded; the language-model head, stacked experts and replicated modules are read from
+the module tree. Such a table is a guess until `verify.derive` has compared a model sharded by it with the plain model.
 """
 
 import re

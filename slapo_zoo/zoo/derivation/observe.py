@@ -42,8 +42,8 @@ class Observation:
         spelling: rules that turn the keys of the family's files into names of the model's tensors.
         shifts_labels: True if the loss compares each token with the next label, False if with its own; None where
             the batch does not tell.
-        chains: row-parallel linear --> the column-parallel linears before it in a feed-forward.
-        dropouts: path of a dropout --> the linears whose output columns it drops.
+        chains: path of a linear that can be row-parallel --> paths of the linears before it in a feed-forward.
+        dropouts: path of a dropout --> paths of the linears whose output columns it drops.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Observation:
         return min(found, default=self.entered.get(path, NEVER))
 
     def idle(self, model: nn.Module) -> list[str]:
-        """Return the paths of the outermost modules that did not run (a tower for images); [] if no call was recorded."""
+        """Return paths of the outermost modules with parameters that never ran (image encoder); [] if no module ran."""
         ran, found = "\n".join(["", *(f"{path}." for path in self.calls)]), ["."]
         for path, module in model.named_modules() if self.calls else ():
             outer = f"\n{path}." in ran or path.startswith(found[-1])
@@ -80,7 +80,7 @@ class Observation:
 
 
 class Watch(TorchFunctionMode):
-    """Torch function mode that records, in its attribute `seen`, which module of a model uses which parameter."""
+    """Torch function mode that records calls and parameter uses of a model's modules in `seen`, an `Observation`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

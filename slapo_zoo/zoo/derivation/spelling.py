@@ -126,8 +126,8 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
-    The rule maps the end of `name` to the ends of `keys`: their dotted parts after the common beginning, and the last
-    common part unless it is a number. If `numbered`, the keys are those of expert 0: the first 0 in an end becomes {}.
+    For "h.0.attn.qkv" and keys "h.0.attn.q", "h.0.attn.k" it is `Pieces(".attn.qkv", (".attn.q", ".attn.k"))`, the ends
+    from the last common part on (after it if a number). If `numbered`, keys are of expert 0: the first 0 becomes {}.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

@@ -15,7 +15,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
     Args:
         model: a model without a schedule, on any device.
-        seen: observed forward of a tiny model; lists whose modules ran several times in it are left out. None: no list.
+        seen: observed forward of a tiny model; lists whose modules ran several times in it are left out; None: none is.
     """
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if p not in tables) or 1
@@ -70,9 +70,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns of `stacks` (lists of blocks) and of the modules outside of them, in the order in which
-    they ran in the observed forward `seen`.
-
-    The result is empty if the model also defines them in that order.
+    they ran in the observed forward `seen`; () if the model also defines them in that order.
     """
     containers = {""}
     for stack in stacks:

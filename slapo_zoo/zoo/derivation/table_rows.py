@@ -162,9 +162,9 @@ def derive_table(
 
 
 def with_seams(table: Table, model: Any) -> Table:
-    """Return `table` with a rule for each attention that calls transformers' AttentionInterface and has none yet.
+    """Return `table` with a seam for each attention that calls transformers' AttentionInterface and has no seam yet.
 
-    The rule adds a child `core_attn` that computes softmax(q k^T) v of all heads, so that cp can shard the tokens.
+    A seam is a child `core_attn` that computes softmax(q k^T) v, here of all heads; cp needs it to shard the tokens.
     """
     prefix, rows = base_prefix(model), (*table.body, *table.heads)
     have = {p for p, rule in rows if any(isinstance(d, CoreAttentionSeam) for d in rule)}
@@ -187,7 +187,7 @@ def _calls_interface(module: nn.Module) -> bool:
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield the paths of the children of blocks that have weight matrices, e.g. "model.layers.*.mlp".
+    """Yield the path patterns of those children of blocks that hold weight matrices, e.g. "model.layers.*.mlp".
 
     With sequence parallelism, these modules need all tokens; the other children work on a rank's own tokens.
     `stacks` are the patterns of the blocks, e.g. "model.layers.*".
@@ -270,8 +270,8 @@ def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
     """Return the rule by which the dropout at `path` drops the same elements as without tp from its sharded input, the
     output of the linears `makers`.
 
-    The dropout may also get unsharded tensors. If one of `makers` has the same parent module, the input of the call
-    after that linear is sharded; otherwise each input with fewer columns than the unsharded `width`.
+    The dropout may also get unsharded tensors. If one of `makers` has the same parent module, only the dropout's call
+    after that linear has a sharded input; otherwise each input with fewer than `width` (all) columns is sharded.
     """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
