@@ -1,4 +1,4 @@
-"""Attention function for `transformers`: it calls the child `core_attn` that slapo_zoo adds to attentions, else sdpa."""
+"""Attention function for `transformers`: it calls an attention module's child `core_attn`, or sdpa if there is none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class DeviceDropout:
         serves: function: (q, attention mask, number of keys, True if a CPU generator draws dropout masks, False if they
             are hashes of seeds) --> True if `attention` supports these arguments and is the faster choice for them.
         attention: function: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> output [B, S, H, d];
-            `drawn` is 0 if dropout masks are hashed, else the number of tokens per row, padding included, for which
+            `seeds` is [B * H]; `drawn` is 0 if masks are hashed, else the tokens per row, with padding, for which
             a generator draws them; `places` [S] is the index of each token in such a row, or None.
         plain: function: (x, seeds=, p=) --> x after dropout.
     """
@@ -192,7 +192,7 @@ class CoreAttention(nn.Module):
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
         """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which all batch rows are packed: tokens are moved to
-        padded rows for the call, so that the host need not know row lengths. `p` is the dropout probability.
+        padded rows for `device.attention`, so that the host need not know row lengths. `p`: dropout probability.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
@@ -267,8 +267,8 @@ class OverKeys:
         return self.core.over_keys(self.attention, self.dropout, self.scaling, *given)
 
     def mask_again(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """Return a function that draws the dropout mask of this call, in the shape [B, H, s, T] and dtype of x: 0 or 1,
-        the same each time, so that a backward can draw it again. Return None without dropout.
+        """Return a function that draws the mask (0 or 1) of this call's dropout of attention weights x [B, H, s, T]; a
+        backward that calls it again gets the same mask. Only shape, dtype and device of x count. None without dropout.
         """
         core = self.core
         if not self.dropout:

@@ -196,8 +196,8 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which the buffer `bias` of an attention (the causal mask of GPT-Neo and GPT-J) has `total` rows; the
-    last `rows` of them are those of this cp rank's queries. `total` is the number of keys of all cp ranks.
+    """Context in which the causal mask (buffer `bias`) of a GPT-Neo or GPT-J attention ends with the mask rows of this
+    cp rank's `rows` queries: the model takes the last ones. `total` is the number of keys of all cp ranks.
     """
     whole = getattr(attention, "bias", None)
     if whole is not None:

@@ -28,7 +28,7 @@ class Body:
 
     Args:
         model: a model of `transformers` with a head, on which the family's sharding rules were applied.
-        base: path of the base model in `model`, "" if it has none.
+        base: path of the base model in `model`, e.g. "bert"; "" (no base model) raises.
         blocks: paths of the model's repeated blocks, in running order.
         stream: random stream of the model, where dropout and attention read which tokens this rank computes.
         shard: function (TokenCut, {name: tensor}, {name: other value}) --> the same two dicts with this rank's tokens
@@ -113,8 +113,8 @@ class Body:
 def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
     """Context of a forward whose tokens are sharded over cp as `cut` says, or not sharded if `cut` is None.
 
-    `state` is the state of a model's schedule: tokens are sharded in the blocks only if `state.body` is a `Body`, and
-    in the whole model if it is None.
+    `state` is the attribute `state` of the model's Schedule: tokens are sharded in the blocks only if `state.body` is a
+    `Body`, and in the whole model if `state.body` is None.
     """
     body = state.body
     return cutting(state.random, cut) if body is None or cut is None else body.sharded(cut)
@@ -123,8 +123,8 @@ def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return `batch` with token ids and masks shortened to the number of tokens that one cp rank's blocks get.
 
-    The result is for reading lengths; which tokens it holds means nothing. `state` is the state of a model's schedule.
-    If `state.body` is None, `batch` holds one cp rank's tokens already, and is returned unchanged.
+    Only the lengths of the result are right, not its tokens. `cut` says how tokens are sharded over cp, `state` is that
+    of the model's Schedule. If `cut` or `state.body` is None, `batch` has these lengths already, and is returned as is.
     """
     n = 1 if state.body is None or cut is None else cut.n
     ids = {k: x for k, x in batch.items() if k.endswith(("input_ids", "mask")) and x is not None}

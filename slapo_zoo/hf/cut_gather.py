@@ -122,8 +122,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
     """Return the position bias of a T5 layer `attention` for the `total` keys of all cp ranks, or None for no bias.
 
-    The result is `bias` unless this is for the `own` keys of this rank: a layer without a bias of its own makes zeros
-    for them, which become None. SlapoError is raised for a bias for any other number of keys.
+    A `bias` for `total` keys is returned as is. A bias for this rank's `own` keys gives None if the layer has no bias
+    weights, as it holds zeros then. Any other bias raises SlapoError.
     """
     if bias is None or bias.shape[-1] == total:
         return bias

@@ -31,9 +31,9 @@ class Scores:
         scaling: factor of the scores.
         cap: bounds scores to cap * tanh(scores / cap); None sets no bound.
         mask: bool or additive, broadcasts to [B, H, s, T]; or None.
-        causal: without a mask, no query sees a later key.
+        causal: True hides later keys from a query if `mask` is None.
         p: probability that dropout sets an attention weight to 0.
-        keep: function that draws the bool dropout mask [B, H, s, T], the same in each call; None for p = 0.
+        keep: function that draws the bool dropout mask [B, H, s, T], True: kept, the same in each call; None for p = 0.
     """
 
     cut: TokenCut
@@ -81,8 +81,8 @@ class Scores:
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Pass keys and values x around the cp ranks; yield for each rank, this one first: (its coordinate, its x,
-        False if its keys are all hidden from this rank's queries).
+        """Pass x, keys and values joined [B, K, t, 2 * d], around the cp ranks; yield for each rank, this one first:
+        (its cp coordinate, its x, False if all its keys are hidden from this rank's queries).
         """
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None

@@ -78,7 +78,7 @@ def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tenso
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels: its token ids for a head that predicts tokens, else zeros; none for no loss."""
+    """Return `batch` with labels: its token ids for a head that predicts tokens, zeros for others that have a loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
@@ -97,9 +97,9 @@ def cut_example(
 ) -> dict[str, Tensor]:
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
-    `shift_labels` is added if the head shifts labels, and `position_ids` if `positions`, how the model finds positions
-    under cp, begins with "counted": the model must be passed position ids. Both have the shapes, but not the values,
-    that training (`slapo_zoo.model.step.cut_batch`) gives them.
+    `shift_labels` is added if the head compares tokens with the next label, and `position_ids` if `positions`, the way
+    in which the model gets positions ("relative", "counted", ...), begins with "counted". Both have the shapes, but not
+    the values, that training (`slapo_zoo.model.step.cut_batch`) gives them.
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}

@@ -30,11 +30,11 @@ def register_models() -> None:
 
 
 def resolve_class(config: Any, auto_class: Any = None) -> type:
-    """Return the model class of a config, as `auto_class` or the config's `architectures` says.
+    """Return the model class for a config, chosen by `auto_class`.
 
     Args:
         config: a config of `transformers`.
-        auto_class: None, a model class, an Auto class, or the name of either.
+        auto_class: a model class, an Auto class, or the name of either; None takes the config's `architectures`.
 
     Raises:
         ArchitectureError: `transformers` has no such class, or the class is no model class.
@@ -148,7 +148,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers that `torch.tensor(number)` made to meta; keep their values for `given_numbers`."""
+    """Move parameters and buffers made by `torch.tensor(number)` to meta; store their values for `given_numbers`."""
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()
@@ -284,7 +284,7 @@ def init_module(model: Any, module: nn.Module) -> None:
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise the tensors of the module at `path`, not its children's, by the innermost PreTrainedModel that holds it."""
+    """Run `_init_weights` of the innermost PreTrainedModel around `path` on the module there, not on its children."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))

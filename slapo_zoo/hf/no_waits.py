@@ -1,6 +1,6 @@
 """Replacements of `transformers` methods that make the host wait for the device in each layer or forward.
 
-The originals create a one-number tensor on the device, a copy for which the host waits.
+The originals copy a Python number into a tensor on the device, and the host waits for that copy.
 """
 
 from types import MethodType

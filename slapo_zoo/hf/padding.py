@@ -1,4 +1,4 @@
-"""Wrappers of transformers' mask functions that read padding and packing from host counts, not from the device."""
+"""Wrappers of transformers' mask functions that take padding and packing from host counts, not from device tensors."""
 
 from collections.abc import Callable
 from functools import wraps
