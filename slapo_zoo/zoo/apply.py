@@ -68,7 +68,7 @@ def apply_table(
     Args:
         sch: schedule of a model on the meta device to which nothing was applied yet.
         table: table of the model's family.
-        options: the loader's arguments that change how the model runs; `options.schedule` is not read.
+        options: the arguments of `from_pretrained` that change how the model runs; `options.schedule` is not read.
         num_stages: number of pipeline stages; None takes the pp size of the schedule's mesh.
         tuned_kernels: kernels that a tuning search found fastest for this very model, e.g. "geglu+rms_norm", used if
             `options.kernels` is "auto" or "measure"; None if there was no search.

@@ -47,7 +47,7 @@ class HubArguments:
         variant: read files named `model.<variant>.safetensors`.
         config: a config to use instead of the checkpoint's, or the folder or name of one.
         ignore_mismatched_sizes: True draws new values for tensors whose shape in the files is not the model's.
-        generation_config: a GenerationConfig that replaces the checkpoint's; None leaves that.
+        generation_config: a GenerationConfig that replaces the checkpoint's; None keeps the checkpoint's.
     """
 
     token: Any = None

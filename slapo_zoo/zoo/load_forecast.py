@@ -84,7 +84,7 @@ def plan_weights(
         tp: ranks that shard each layer.
         pp: ranks that shard the layers into stages.
         dp: data-parallel replicas.
-        auto_class: head class; None takes the checkpoint's own.
+        auto_class: auto class or model class, which selects the head; None takes the class that the config names.
         revision: branch, tag or commit of the Hub.
     """
     sources = read_sources(name_or_path, revision)

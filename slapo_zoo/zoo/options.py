@@ -1,4 +1,4 @@
-"""Options of the loader, each defined once: default, help, type and values for the tuner.
+"""Options of the loader (`from_pretrained`), each defined once: default, help, type and values for the tuner.
 
 The arguments of `from_pretrained` and `from_config`, the flags of the commands and the options that a tuner may try
 have the names and defaults of the fields of `LoaderOptions`; tests/zoo/test_loader_options.py compares them.

@@ -35,14 +35,14 @@ DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which draws depend on
 
 
 class Outline:
-    """A model on the meta device, scheduled for one rank of a mesh, with the sharding of its tensors and its stages.
+    """Model on the meta device, scheduled for one rank of a mesh, with the sharding of its tensors and its stages.
 
     Args:
         config: a config of `transformers`; it is not changed.
-        auto_class: head class; None takes the config's own.
+        auto_class: auto class or model class, which selects the head; None takes the class that the config names.
         mesh: sizes of the mesh dims, and the rank; no process group is needed.
         dtype: dtype of the parameters.
-        options: arguments of the loader that change how the model runs.
+        options: arguments of `from_pretrained` that change how the model runs.
         changes: fields of the options to override.
     """
 

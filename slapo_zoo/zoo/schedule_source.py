@@ -1,4 +1,4 @@
-"""Kinds of values that the loader's argument `schedule=` accepts, and the table of sharding rules for each."""
+"""Kinds of values that `schedule=` of `from_pretrained` accepts, and the table of sharding rules for each."""
 
 import json
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
     Args:
         config: config of the model.
-        schedule: value of the loader's `schedule=`: a Table is returned as it is, a CardProgram's `table` for a
+        schedule: value of `schedule=` of `from_pretrained`: a Table is returned as it is, a CardProgram's `table` for a
             CardProgram, and the family's table for any other value.
 
     Raises:

@@ -44,7 +44,7 @@ class Table:
             tokens that the model makes of an input other than text; None for text.
         renames: (part of a key in files, part of a name in the model) where the two differ.
         pieces: rules for tensors that the family's files hold in several parts (experts).
-        whole_batch: options (of config or forward) with which the loss is no mean over rows: no batch may be split.
+        whole_batch: options (of config or forward) that make the loss no mean over rows, so that no batch may be split.
         tunable: option of the loader --> values that a tuner may try; `attention` lists all back ends of the family.
         shifts_labels: True if the loss compares each token with the next label; None: the class name says it.
         undivided: model classes whose loss is no mean over rows, so that no batch may be split; True: all classes.

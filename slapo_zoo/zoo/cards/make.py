@@ -32,7 +32,7 @@ def zoo_card(
         mesh: mesh that the schedule is for.
         base_model: Hub id of the checkpoint; any other text is replaced by the model family.
         any_size: True for a card that fits every size of the class with the same number of blocks; False: this size.
-        knobs: further arguments of the loader, e.g. sequence_parallel, checkpoint_ratio.
+        knobs: further arguments of `from_pretrained`, e.g. sequence_parallel, checkpoint_ratio.
     """
     outline = Outline(config, auto_class, mesh, torch.float32, **knobs)
     program = make_program(outline.schedule, outline.model.config, outline.cls, any_size)

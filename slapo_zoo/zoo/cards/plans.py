@@ -16,7 +16,7 @@ MOST = 64  # largest number of plans in a card
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Loader arguments (mesh sizes, ...) planned for one model on one kind of device, with simulated times.
+    """Arguments of `from_pretrained` (mesh sizes, ...) planned for a model on one kind of device, with simulated times.
 
     Args:
         size: name of the checkpoint whose sizes the model has.

@@ -1,4 +1,4 @@
-"""Reading of the schedule that the loader's `schedule=` names: a card folder, a .json file or a Hub reference."""
+"""Reading of the schedule that `schedule=` of `from_pretrained` names: card folder, .json file or Hub reference."""
 
 import importlib.util
 import warnings

@@ -19,7 +19,7 @@ NEVER = 1 << 30  # position of a module that did not run
 
 
 def linear_axis(module: nn.Module) -> int | None:
-    """Return the axis of a weight that holds the outputs: 0 for a Linear, 1 for a Conv1D; None for other modules."""
+    """Return the axis of a linear's weight that belongs to its outputs: 0 for nn.Linear, 1 for Conv1D; else None."""
     is_read = isinstance(module, NonDynamicallyQuantizableLinear)  # by nn.MultiheadAttention
     plain = "weight" in module._parameters and not is_read
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
