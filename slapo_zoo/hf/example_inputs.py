@@ -176,8 +176,8 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Return random labels, [B, S] or [B], for a `kind` of `losses.heads` (TOKEN, CLASS, ...). `ids` are the token ids.
-    Labels of tokens are -100 at padding; for TOKEN at some other tokens too, and for FLAG nowhere.
+    """Return labels of a `kind` from `losses.heads`: TOKEN, some of the `ids` [B, S], else -100; TAG and FLAG, random
+    classes [B, S], for TAG -100 at padding; others, random classes [B], or [B, num_labels] for a multi-label config.
     """
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < LABELLED

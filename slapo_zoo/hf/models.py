@@ -160,7 +160,7 @@ def _keep_numbers(model: Any) -> None:
 
 
 def given_numbers(model: Any) -> dict[str, torch.Tensor]:
-    """Return name --> value of the parameters and buffers that a model made by torch.tensor(number) (CLIP's scale)."""
+    """Return name --> value of a model's parameters and buffers that torch.tensor(number) made (CLIP's logit scale)."""
     return model.__dict__.get("given_numbers", {})
 
 
