@@ -41,7 +41,7 @@ class ForwardContext:
         tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
         real_tokens: bool [B, S], True at tokens that are no padding; None where padding is computed too.
         tape: records the collectives during a dry run on fake tensors; None in a real forward.
-        is_call: True while the model, or one of its submodules, runs its forward or backward.
+        is_call: True while a forward or backward of the model runs, so that calls of submodules prepare nothing again.
         cut: how the tokens are sharded over cp (a `TokenCut`); None where the rank holds all tokens.
     """
 

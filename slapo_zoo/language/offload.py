@@ -160,8 +160,8 @@ class Offloads:
         Args:
             path: path of the module.
             module: the module; its parameters and buffers stay on the device.
-            keeps: pack functions (of torch's saved_tensors_hooks) that are tried first. When one of them returns a
-                handle, that handle is saved and nothing is copied to the host.
+            keeps: pack functions (of torch's saved_tensors_hooks), tried before, from the last to the first. When one
+                returns a handle, that handle is saved and nothing is copied to the host.
         """
         last, order = self._last, self.paths.index
         follows = last is not None and order(last.path) < order(path)

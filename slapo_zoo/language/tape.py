@@ -214,7 +214,7 @@ class Tape(TorchDispatchMode):
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
     def note_output(self, output: Any) -> None:
-        """Append a row that reads all tensors of the model's output."""
+        """Append a row that reads all tensors of `output`; as `loss_of` of `run` this means that no backward runs."""
         self.note("output", reads=self._refs(output))
 
     def listen(self, group: Any, mesh_dim: str, path: str, directive: object) -> Any:
@@ -283,7 +283,7 @@ class Tape(TorchDispatchMode):
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """Return the summed elements of vocabulary-parallel losses and `output` tensors that require grad, or None."""
+        """Return a loss for `run`: vocabulary-parallel losses and `output` tensors with a gradient, summed; or None."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]

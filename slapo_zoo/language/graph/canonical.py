@@ -64,7 +64,7 @@ class Operation:
 
     Args:
         name: canonical name such as "add", or the function or module class itself.
-        arguments: name of an argument (its position, if the operation is not in SIGNATURES) --> the argument.
+        arguments: name of an argument --> the argument; its position, if SIGNATURES has no names for the operation.
     """
 
     name: Any

@@ -115,8 +115,8 @@ def _replace(
     """Replace a subgraph by one call, and return the new node.
 
     `single` says that the call returns the only output itself, not a sequence of outputs. `carry` gives `new` the
-    parameters of the replaced modules, concatenated if `joined`. `constants` are keyword arguments of `new`, `name`
-    is that of its child module.
+    parameters of the replaced modules, concatenated if `joined`. `constants` are keyword arguments of `new`, which
+    becomes a child module `<name>_<k>` if it is a module.
     """
     owner, before = subgraph.module, insertion_point(subgraph)
     check_hooks(subgraph.nodes, owner, subgraph.path)

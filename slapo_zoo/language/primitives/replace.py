@@ -40,7 +40,7 @@ class Replace(Directive):
         subgraph: the result of `find`, or a regex over the modules that the graph calls; None: the module itself.
         name: the new child becomes `<name>_<k>`; by default the name of its class.
         options: (name, value) pairs, passed to the kernel as keyword arguments.
-        carry: give `new` the parameters of the modules that it replaces.
+        carry: give the module `new` the parameters of the modules that it replaces, by name.
         concrete_args: constant keyword arguments of `new`.
         target_ops: another name of `subgraph`.
     """
@@ -101,7 +101,7 @@ class Replace(Directive):
             arguments(self._function(), found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """Return whether `found` is a single node, named by (path, node) or a regex; then `new` gets that node's arguments."""
+        """Return True if `subgraph=` is a (path, node) or a regex, and names one node, whose arguments `new` then gets."""
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
 

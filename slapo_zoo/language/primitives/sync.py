@@ -111,8 +111,8 @@ class Sync(Directive):
         tensor_parallel_output_grad: for all_gather and reshards to RR: dy is a partial sum on each
             rank and must be summed (None: True for all_gather, False for a reshard).
         shared: True if siblings that take the same x (q, k, v) use one collective for it.
-        sequence_axis: axis of the tokens; with sequence parallelism an all_reduce becomes an
-            all-gather or reduce-scatter along it.
+        sequence_axis: axis of the tokens, along which an all_reduce becomes an all-gather or reduce-scatter with
+            sequence parallelism; None: it always stays an all-reduce.
         mesh_dim: name of the mesh dim whose ranks take part in the collective.
     """
 

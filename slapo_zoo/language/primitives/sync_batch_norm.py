@@ -84,7 +84,7 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function (x - mean) / std * weight + bias; dx counts that mean and std depend on x of all ranks."""
+    """Autograd function (x - mean) / std * weight + bias; its dx includes how mean and std depend on every rank's x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, var, count, eps, group):
