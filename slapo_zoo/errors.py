@@ -8,7 +8,7 @@ class SlapoError(Exception):
 
     Args:
         where: module path, file, argument or rank at which the error happened.
-        what: the argument, or the change by the schedule (`shard`, `sync`, ...), that cannot be honoured.
+        what: the argument, or the primitive of the schedule (such as `shard`), that cannot be honoured.
         problem: what was found against what was expected.
         hint: what to do about it.
     """
@@ -24,7 +24,7 @@ class SlapoError(Exception):
 
 
 class ScheduleError(SlapoError, ValueError):
-    """Error of a change (`shard`, `sync`, ...) that the schedule cannot make to a module of the model."""
+    """Error of a change (by a primitive such as `shard`) that a schedule cannot make to a module of the model."""
 
 
 class MeshError(SlapoError, ValueError):

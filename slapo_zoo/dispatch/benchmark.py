@@ -58,7 +58,7 @@ OTHERS = ("eager", "expert", "compile", "liger")
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Return random keyword arguments for the kernel `name` at `shape`, one of SHAPES[name]; floats require gradients."""
+    """Return random keyword arguments for the kernel `name` at `shape` (see SHAPES); float tensors need gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
     given.pop("chunk_bytes", None)  # small, for tests
@@ -152,7 +152,7 @@ def measure(
     """Time forward and backward of the kernel `name` and of its alternatives (torch.compile only if `compile`).
 
     Return a dict: "p20 ms", "p50 ms", "p80 ms" --> milliseconds of the kernel; "<alternative> / ours" --> ratio of
-    median times, or why the alternative cannot run; "what" (the kernel), "shape", "dtype", "bucket" (key in a Table).
+    median times, or why the alternative cannot run; "what" (kernel), "shape", "dtype", "bucket" (kernel:dtype:width).
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -268,7 +268,8 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """Measure each named kernel that the device's table of timings lacks, at one test shape; return the new table.
+    """Measure the named kernels that the device's JSON file of timings lacks, at one shape each, and write the results
+    to the file; return the table of all kernel timings of the device.
 
     Args:
         names: names of kernels; those without a benchmark are ignored.
@@ -287,7 +288,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Return the timings of the kernel `what` at one shape, as `measure` does; log an error and return None if it fails."""
+    """Return the timings of kernel `what` at one shape, as `measure` does; if that fails, log why and return None."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:

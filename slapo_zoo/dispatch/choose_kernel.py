@@ -105,7 +105,7 @@ def _estimated(name: str, dtype: str, device: str) -> Decision:
 
 
 def falls_back(kernel: Kernel, dtype: torch.dtype, size: int, device: str) -> str:
-    """Return why the kernel must run as torch operations on a GPU; "" if its Triton code can run, or on a CPU.
+    """Return why the kernel's Triton code cannot run on a GPU, so torch's operations run; "" if it can, and on a CPU.
 
     Args:
         kernel: the registered kernel.

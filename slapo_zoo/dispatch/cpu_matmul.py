@@ -36,7 +36,7 @@ def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether a Linear or Conv1D with its own `forward` (None: it has none) computes as its class does."""
+    """Return whether `forward`, set on a Linear or Conv1D module (None: not set), computes as the class's forward."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

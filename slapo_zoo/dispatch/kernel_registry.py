@@ -24,9 +24,9 @@ class Kernel:
     """Faster implementation of a module's forward.
 
     Args:
-        name: name for `replace(name)`.
-        install: function (site, **options) that replaces the forward of the module `site.module`, and adds no key to
-            the state dict.
+        name: name for a schedule's `replace(name)`.
+        install: function (site, **options) that replaces the forward of `site.module`, the module that the schedule
+            changes, and adds no key to the state dict. The options are those of `replace`.
         refuses: function (module) --> why the kernel cannot serve it, or "" if it can.
         serves: class name --> forward that modules of the class get; classes that neither torch, transformers
             nor the kernel's package defines, and subclasses with a forward of their own, are excluded.
@@ -68,7 +68,7 @@ def register_kernel(
     """Return a decorator for a function `install(site, **options)` that puts the kernel `name` into `site.module`.
 
     Args:
-        name: name for `replace(name)`.
+        name: name by which a schedule's `replace(name, **options)` installs it in the module `site.module`.
         refuses: function (module) --> why the kernel cannot serve it, or "" if it can.
         passes: names of the module's children whose work the kernel does itself, without calling them.
         **more: other fields of Kernel.

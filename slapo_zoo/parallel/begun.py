@@ -1,8 +1,8 @@
 """Counts of the collectives that this rank has begun, and the line of the user's program that began the last one.
 
-All ranks of a group begin its collectives in the same order. Heartbeats carry the counts, so a waiting rank sees that
-another rank has begun later collectives and will not take part in this one (for example because it alone evaluates).
-The thread that begins a collective stores its line, as Python 3.11 may free frames that another thread reads.
+All ranks of a group begin its collectives in the same order. The heartbeats that ranks send carry the counts, so a
+waiting rank sees that another rank has begun later collectives and will not take part in this one (for example because
+it alone evaluates). Each collective stores its line, as the heartbeat thread may not read frames of other threads.
 """
 
 import sys
@@ -28,15 +28,15 @@ class Begun:
     """Collectives that this rank has begun in the groups of one world (default process group).
 
     Attributes:
-        counts: name of a process group --> [number of collectives begun in it], updated in place.
-        line: (file, line number) in the user's program that began the last collective or waits for peers, or None.
+        counts: name of a process group (or "train_step") --> list of one int, the collectives (or steps) begun.
+        line: (file, line number) in the user's program of the last collective or wait for peers; None before the first.
     """
 
     counts: dict[str, list[int]] = field(default_factory=dict)
     line: tuple[str, int] | None = None
 
     def add(self, count: list[int]) -> None:
-        """Add 1 to `count`, a group's [number] in `counts`, and store the user's line that begins a collective."""
+        """Add 1 to the number in `count`, a list in `counts`, and store the user's line that begins the collective."""
         count[0] += 1
         self.note_line()
 
@@ -62,7 +62,7 @@ _OF_GROUP: WeakKeyDictionary[Any, tuple[Begun, list[int]]] = WeakKeyDictionary()
 
 
 def of_world() -> Begun:
-    """Return the record of the collectives that this rank has begun since it joined the current default process group."""
+    """Return this rank's `Begun` (counts of collectives), a new one for each default process group that it joins."""
     return _OF_WORLD.setdefault(dist.group.WORLD, Begun())
 
 
@@ -75,7 +75,7 @@ def note_step() -> None:
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
     """Count the collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`, as begun, run it and return its
-    result. If a peer is lost, raise a RankError that says which rank and why.
+    result. If a peer is lost (its process ended or does not answer), raise a RankError that says which rank and why.
     """
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)
@@ -88,7 +88,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return `run(*args, **options)`, a call that waits for peers; RankError names the peer if one is lost."""
+    """Return `run(*args, **options)`, a call that waits for peers; if one is lost, a RankError says which and why."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

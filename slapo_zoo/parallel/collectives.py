@@ -39,13 +39,13 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Return True in a dry run, in which the caller sends nothing. Also report the collective: in a dry run to
-    `group.note`, else to the functions in OBSERVERS, by which `verify` checks that tp ranks call the same collective.
+    """Return whether `group` is a ShapeOnlyGroup, over which the caller must send nothing. Also report the collective:
+    call `group.note` of such a group, and otherwise OBSERVERS, by which `verify` compares the collectives of tp ranks.
 
     Args:
-        group: process group, or its replacement in a dry run.
+        group: process group, or its replacement (ShapeOnlyGroup) in a dry run.
         kind: name of the collective, e.g. "all_gather".
-        whole: unsharded tensor that is reduced, gathered or scattered.
+        whole: tensor that is reduced, scattered or exchanged; for an all-gather its result.
     """
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)

@@ -28,7 +28,7 @@ DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "bro
 
 
 def software() -> dict[str, str]:
-    """Return the versions of slapo-zoo, torch and transformers, which measurements depend on."""
+    """Return {"slapo-zoo": version, "torch": version, "transformers": version}, to be stored with measurements."""
     return {"slapo-zoo": VERSION} | {name: version(name) for name in ("torch", "transformers")}
 
 
@@ -128,7 +128,7 @@ class _WorldPerThread:
 
 
 def ranks_are_threads() -> bool:
-    """Return whether this process runs ranks as threads (`emulate`, `exact=`), which share torch's random generator."""
+    """Return whether ranks are threads of this process (`emulate`, a load with `exact=`) and share its generator."""
     return isinstance(dist.distributed_c10d._world, _WorldPerThread)
 
 

@@ -1,6 +1,6 @@
 """Counts of labels and padding in the running micro-batch, held on the host, so that code need not wait for a GPU.
 
-A training step reads them from the GPU once, together with the numbers of labels by which its mean losses divide.
+A training step reads them from the GPU once, for all its micro-batches, with the numbers by which mean losses divide.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ class Known:
     """Facts about one micro-batch that the host knows without reading a GPU; a field that it does not know is None.
 
     Args:
-        padded: True if an attention mask of the step's batch hides a token.
-        targets: number of labels that are not -100.
-        real: number of tokens that are not padding, for each row; None if layers have to compute padding too.
+        padded: True if an attention mask hides a token in this or another micro-batch of the step.
+        targets: number of labels that count in the loss, i.e. are not -100.
+        real: number of tokens that are not padding, one per row; None also if layers must compute padding tokens.
         packed: True if a row holds more than one sequence, as its position ids show.
     """
 

@@ -12,7 +12,7 @@ from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 
 class Rows(NamedTuple):
-    """Rows first..first+count (along axis 0) of a tensor, which this dp rank holds under ZeRO.
+    """Range of rows, the indices first to first + count - 1 of a tensor's axis 0, that this dp rank holds under ZeRO.
 
     Args:
         first: index of the first row in the tensor that is unsharded over dp.
@@ -55,12 +55,12 @@ class RowsOfRank:
         return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Record on `part` that it holds this rank's rows of a tensor of unsharded `shape`; return `part`."""
+        """Return `part`, with its attribute `dp_rows` set to this rank's rows of a tensor of unsharded `shape`."""
         part.dp_rows = self.mine(shape)
         return part
 
     def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of this rank's rows of an unsharded parameter; a scalar is not sharded."""
+        """Return the shape of this rank's slice, along axis 0, of the still unsharded `parameter`; () for a scalar."""
         shape = tuple(parameter.shape)
         return (self.mine(shape).count, *shape[1:]) if shape else shape
 
@@ -75,10 +75,10 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Record on `tensor`, a slice or optimizer state of the dp-sharded `part`, which rows it holds; return `tensor`.
+    """Return `tensor`, which is a slice or an optimizer state of `part`, with its rows recorded for `rows_of`.
 
-    `first` is the index of its first row in the tensor that is unsharded over dp; None: it begins at the same row as
-    `part`. Nothing is recorded if `part` is not sharded over dp by ZeRO.
+    `part` holds this dp rank's rows of a parameter; unless ZeRO shards it over dp, nothing is recorded. `first` is the
+    index in the unsharded parameter of the first row of `tensor`; None: the first row of `part`.
     """
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
@@ -86,7 +86,7 @@ def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
 
 
 def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """Return the parts of the ranges `runs`, (start, stop), that hold `count` of their indices, after `first` others.
+    """Skip the first `first` indices in the ranges `runs`, (start, stop); return ranges of the next `count` indices.
 
     >>> runs_within([(0, 4), (10, 14)], 3, 3)
     [(3, 4), (10, 12)]

@@ -14,8 +14,8 @@ from slapo_zoo.parallel.compat import hooks_around
 
 @dataclass(eq=False)
 class Maker:
-    """Source of one tensor, in place of which autograd saves handles: a backward recomputes the tensor at the first
-    handle that it reads and frees it at the last. `handles` counts all handles, `left` those not read yet.
+    """Source of one tensor, in place of which autograd saves handles (`Again`): a backward recomputes the tensor at the
+    first handle that it reads and frees it at the last. `handles` counts all handles, `left` those not read yet.
 
     Args:
         make: function that recomputes the tensor, without gradient.

@@ -94,7 +94,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Return the number of processes, the product of the sizes of all mesh dims."""
+        """Return the number of ranks, the product of the sizes of all mesh dims."""
         return prod(self.sizes.values())
 
     @property
@@ -161,7 +161,7 @@ class Mesh:
         return replace(self, rank=rank)
 
     def peers(self, mesh_dim: str) -> list[int]:
-        """Return the global ranks that differ from this rank only along `mesh_dim`, itself included, in order."""
+        """Return the global ranks that differ from this rank at most in their coordinate along `mesh_dim`, in order."""
         return [self.at(**{mesh_dim: i}) for i in range(self.size(mesh_dim))]
 
     def group(self, mesh_dim: str) -> "ProcessGroup | Any | None":
@@ -189,7 +189,7 @@ class Mesh:
         return known[mesh_dim]
 
     def _make_groups(self) -> "dict[str, ProcessGroup]":
-        """Create the process groups of all mesh dims; a collective call of all ranks, on first use."""
+        """Create all ranks' process groups; return {mesh dim: this rank's group}. A collective call of all ranks."""
         import torch.distributed as dist
 
         from slapo_zoo.parallel.compat import new_group

@@ -23,7 +23,7 @@ class Placement:
     Args:
         axis: axis of the tensor that is sharded.
         mesh_dim: mesh dim over which it is sharded.
-        groups: sizes of consecutive groups along the axis, each sharded by itself: q|k|v of a
+        groups: sizes of consecutive groups of indices of the axis; every rank gets a share of each group. q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
         unit: number of consecutive indices that stay on one rank, e.g. head_dim; ranks differ by at most one unit.
         pad: True if every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.

@@ -49,7 +49,7 @@ class Sum:
 class TensorPlan(TensorSpec):
     """Plan of one tensor of the model: its shards, gradient sums, owner and name in files.
 
-    The pipeline stage `stage`, the first of `stages`, owns the tensor: counts it in norms and writes it to files.
+    The pipeline stage `stage`, the first of `stages`, owns the tensor: counts it in gradient norms, writes it to files.
 
     Args:
         stages: pp coordinates that hold the tensor.
@@ -87,7 +87,7 @@ class TensorPlan(TensorSpec):
         return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
 
     def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the shard on `mesh.rank`: over tp and, with ZeRO-3 (dp_shard), by rows also over dp."""
+        """Return the shape of the shard on `mesh.rank`, over tp and, with `dp_shard` (ZeRO-3), over dp along axis 0."""
         shape = self.local_shape(mesh.tp, mesh.coord("tp"))
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
@@ -161,7 +161,7 @@ class RankPlan:
         yield from (row for row in self.tensors.values() if here in row.stages)
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank's stage owns a tensor (counts it in norms); True for tensors that a user added."""
+        """Return whether this rank's stage owns (saves) the tensor `name`; True for tensors that a user added."""
         row = self.of(name)
         return row is None or row.stage == self.mesh.coord("pp")
 
@@ -170,7 +170,7 @@ class RankPlan:
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of global ranks, parts of a mesh dim, that sum a gradient: each needs a process group."""
+        """Return the groups of global ranks that sum a gradient and are no whole mesh dim, so need process groups."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
         meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
@@ -179,7 +179,7 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Return {group of ranks: those of `names` whose gradients this rank sums over it}, in one order on all ranks.
+        """Return {ranks: those of `names` whose gradients this rank sums with these ranks}, in one order on all ranks.
 
         `why` selects kinds of sums, e.g. DATA, over dp (empty: all); `tokens_sharded`: True with sequence parallelism.
         """

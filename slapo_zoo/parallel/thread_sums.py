@@ -1,4 +1,4 @@
-"""All-reduce between ranks that are threads of one process: through their memory, bit-equal to gloo's all-reduce.
+"""All-reduce between virtual ranks (threads of a process, by `exact=`): in memory, with the bits of gloo's all-reduce.
 
 gloo sums in a ring: it splits a tensor into one chunk per rank, and sums chunk c in the order of the ranks c - 1, c - 2,
 ..., c (modulo their number). Here the thread of rank c sums chunk c in this order and writes it to all ranks.
@@ -64,7 +64,7 @@ class Meeting:
         self.timeout_s = timeout_s
 
     def sum_(self, x: Tensor, rank: int) -> None:
-        """Replace each rank's x, of any shape, by the sum over the group; `rank` is this rank's number in the group."""
+        """Replace x, which is contiguous, by its sum over the group; `rank` is this rank's number in the group."""
         size, flat = len(self.tensors), x.detach().view(-1)
         self.tensors[rank] = flat
         self._wait()
@@ -90,7 +90,7 @@ class Meeting:
 
 
 def runs_a_rank() -> bool:
-    """Return whether this thread is a virtual rank: `exact=` runs several of them in a process, one thread each."""
+    """Return whether this thread is a virtual rank, of which a load with `exact=` runs several in one process."""
     return hasattr(_OF_THREAD, "meetings")
 
 
@@ -102,10 +102,10 @@ def _chunk(flat: Tensor, size: int) -> int:
 
 
 def all_reduce(x: Tensor, op: Any, group: Any) -> None:
-    """All-reduce x in place, as `dist.all_reduce` does; ranks that are threads of this process sum without sockets.
+    """All-reduce x in place, as `dist.all_reduce` does. Virtual ranks, which `exact=` runs as threads, sum a
+    contiguous x (fp32, fp64, bf16) without gloo and its sockets, if all ranks of the group are in this process.
 
-    Under a dispatch mode (such as a count of memory) gloo sums instead, so that the mode sees the same operators as in
-    separate processes.
+    Under a dispatch mode (e.g. a count of memory) gloo sums, so that the mode sees the operators of separate processes.
     """
     meetings = None if torch.compiler.is_compiling() else getattr(_OF_THREAD, "meetings", None)
     fits = op == dist.ReduceOp.SUM and x.dtype in DTYPES and x.is_contiguous()

@@ -84,7 +84,7 @@ def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
     """Context of the forwards and backwards of a step whose tokens are sharded over cp as `cut` says.
 
     Args:
-        stream: random stream of the model, from which attention and dropout read `cut`, also in a backward.
+        stream: the model's RandomStream (source of dropout masks); attention and dropout read `cut` from it.
         cut: how the tokens are sharded over cp; None for a step in which the rank holds all tokens.
     """
     token, before, stream.cut = _NOW.set(cut), stream.cut, cut

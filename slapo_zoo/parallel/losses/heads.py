@@ -19,7 +19,7 @@ class Head:
 
     Attributes:
         ending: ending of the names of the model classes with this head, e.g. "ForMaskedLM".
-        labels: argument of the forward that takes labels --> text that says what a label is.
+        labels: argument of the forward that takes labels --> text such as "a class for each row".
         shifts: True if the loss compares the output at a position with the label of the next position.
         takes_choices: True if token ids have the shape [rows, choices, tokens].
         over_real_tokens: True if the loss is a mean over all tokens that are not padding.

@@ -27,13 +27,13 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """Return the mean loss of this dp rank's anchors; `output` is the model's output for `batch`."""
+        """Return the mean loss over this dp rank's anchors, rows 0, 2, ... of `batch`; `output` is the model's."""
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
         """Return (mean loss, number of anchors whose nearest positive is their own) for the pairs of this dp rank.
 
-        `output` is the model's output for `batch`, whose rows are anchor, positive, anchor, ...
+        `output`, with `last_hidden_state`, is the model's for `batch`, whose rows are anchor, positive, anchor, ...
         """
         x = mean_pooled(output.last_hidden_state, batch["attention_mask"])
         anchors, own = x[0::2], x[1::2]

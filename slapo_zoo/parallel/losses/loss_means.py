@@ -1,4 +1,4 @@
-"""Mean losses that divide by the targets of the whole batch, which is split into micro-batches and over dp ranks."""
+"""Mean losses that divide by the number of labels (other than -100) of all micro-batches and dp ranks together."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,11 +32,11 @@ _SHARE = "_is_share"  # attribute of a tensor: True if it is a sum of means time
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return for each term of a model's loss the number of targets that its mean divides by, on the labels' device.
+    """Return the numbers of labels by which the means in a model's loss divide: scalars on the device of the labels.
 
     Args:
         class_name: name of the model class; a class that predicts the next token ignores each row's first label.
-        batch: keyword arguments of the model's forward.
+        batch: keyword arguments of the model's forward; each argument of labels in it gives one mean and one number.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
     targets = targets_of(class_name, batch)
@@ -44,7 +44,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return {argument that takes labels: labels with which its loss term compares the output}, in order of terms.
+    """Return {argument of labels in `batch`: labels that its mean loss uses}, in the order in which means are computed.
 
     `class_name` is that of the model: if its loss predicts the next token, the labels are those of the next position.
     """
@@ -98,11 +98,11 @@ class GlobalMeans(TorchFunctionMode):
     def over(
         self, model: Any, part: Mapping[str, Tensor], expected: Sequence[Tensor] = ()
     ) -> Iterator[None]:
-        """Context of a micro-batch's forward, in which mean losses divide by the target counts of the whole batch.
+        """Context of a micro-batch's forward of `model`, in which mean losses divide by the counts of the whole batch.
 
-        `part` maps names to the labels of the micro-batch; `expected` is, for each loss term, how many of these labels
-        are not -100. MeshError is raised if a term's mean is over another number of targets (not checked for an
-        empty `expected`), or if the forward computes no mean loss.
+        `part` maps argument names to the micro-batch's labels; `expected` is, for each loss term, the number of these
+        labels that are not -100. MeshError is raised if a term's mean is over another number (not checked for an empty
+        `expected`), or if the forward computes no mean loss.
         """
         self.expected = expected
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
@@ -182,8 +182,8 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _require_counted(self, k: int, y: Tensor, ignored: int) -> None:
-        """Raise MeshError if loss term `k` has another number of targets `y` other than `ignored` (its `ignore_index`)
-        than the micro-batch has labels other than -100: some models also ignore labels at padding.
+        """Raise MeshError unless `y`, the targets of loss term `k`, has as many elements other than `ignored` (its
+        `ignore_index`) as the micro-batch has labels other than -100: some models also ignore labels at padding.
         """
         found, counted = int((y != ignored).sum()), int(self.expected[k])
         if found != counted:
@@ -195,7 +195,7 @@ class GlobalMeans(TorchFunctionMode):
         """Return the sum of the class weights of all targets of loss term `k` (from 0) in the whole batch; for `weight`
         None each target has weight 1. `ignored` is the `ignore_index` of the loss.
 
-        Raise MeshError if this sum over the targets `y` of the micro-batch's loss differs from that over its labels.
+        Raise MeshError if, in the micro-batch, the sum over the targets `y` of the loss and over the labels differ.
         """
 
         def weighed(targets: Tensor) -> Tensor:
@@ -228,8 +228,8 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether the torch operation `name` on `args` gives a sum of constants times mean losses: an addition of
-    such sums does, and a product with a constant. A tensor of `args` that is such a sum has `_is_share` True.
+    """Return whether the result of the torch operation `name` on `args` is a sum of mean losses times constants: the
+    operation adds such sums, or multiplies one by a constant. A tensor that is such a sum has `_is_share` True.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

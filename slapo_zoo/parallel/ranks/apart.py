@@ -96,7 +96,7 @@ class ProcessApart:
 
 
 def python_apart(module: str, request: Mapping[str, Any]) -> ProcessApart:
-    """Start a Python process that runs `module` on the CPU, with the JSON of `request` on its stdin.
+    """Start `python -m module` in a new process on the CPU, with the JSON of `request` on its stdin.
 
     Environment variables of launchers are removed and GPUs hidden, so that the process is no rank of a running job.
     """

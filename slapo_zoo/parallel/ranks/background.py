@@ -49,7 +49,7 @@ def start(write: Callable[[], None]) -> Saving:
     """Run `write`, which saves files and calls collectives, in a background thread; return the
     future of the save. All ranks must call this function, which first waits for the previous save.
 
-    Ranks that are threads (`emulate`) save before this call returns, since a process group belongs to its thread.
+    If ranks are threads (in `emulate`, or of a model loaded with `exact=`), the save ends before this call returns.
     """
     join()
     saving, at_once = Saving(), compat.ranks_are_threads()

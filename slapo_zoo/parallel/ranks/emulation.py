@@ -1,7 +1,7 @@
-"""Several ranks of one world as threads of this process: all ranks by `emulate`, for notebooks, or some by `exact=`.
+"""Several ranks as threads of one process: all ranks, by `emulate` for notebooks, or virtual ranks, by `exact=`.
 
-The other ranks of a world may be in other processes. Every thread has its own gloo process groups, so the same
-collectives run, in the same order and with the same results, wherever the ranks of the world are.
+With `exact=` other virtual ranks may be in other processes. Every thread has its own gloo process groups, so the same
+collectives run, in the same order and with the same results, wherever the ranks are.
 """
 
 import functools
@@ -34,14 +34,14 @@ _STAYS = threading.Event()  # set while the ranks that hold the lock live until 
 
 
 class HostedRanks:
-    """Ranks of a world that run as threads of this process; as a context, it starts the threads and ends them.
+    """Ranks of one process group that run as threads of this process; as a context, it starts and ends the threads.
 
     Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
 
     Args:
-        store: key-value store through which the processes of the world connect.
-        ranks: the ranks that run in this process.
-        size: number of ranks of the world.
+        store: key-value store through which all ranks connect.
+        ranks: global ranks that run in this process.
+        size: number of ranks in all processes.
         timeout_s: seconds after which a waiting collective raises.
         stays: True for virtual ranks (of a model loaded with `exact=`), which live until the user closes the model.
             Until then entering another HostedRanks raises MeshError; if False, the other one waits until this one ends.

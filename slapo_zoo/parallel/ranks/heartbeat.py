@@ -33,7 +33,7 @@ class Heart:
         store: key-value store of the process group.
         rank: this rank.
         size: number of ranks.
-        begun: number of collectives that this rank has begun in each group; other code updates it in place.
+        begun: numbers of collectives that this rank has begun, per group, and the line that began the last one.
 
     Attributes:
         error: JSON of the first error that a rank has published, or "".
@@ -94,7 +94,7 @@ class Heart:
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have begun more collectives than this rank in a process group of both."""
+        """Return those of `ranks` that have begun more collectives than this rank in some group that has both ranks."""
         mine = self._counts()
         theirs = ((rank, json.loads(self._get(_key("begun", rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
@@ -109,7 +109,7 @@ class Heart:
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
-        """Return "last collective of rank N at FILE:LINE, of rank M at ...", of the ranks that began none for 3 s, or ""."""
+        """Return "last collective of rank N at FILE:LINE, of rank M at ..." of ranks that began none for 3 s, or ""."""
         found = ((rank, self._get(_key("line", rank), "")) for rank in range(self.size))
         told = ", ".join(f"of rank {rank} at {line}" for rank, line in found if line)
         return told and f"last collective {told}"
@@ -151,7 +151,7 @@ def _key(kind: str, rank: int) -> str:
 
 
 def parse_error(text: str | bytes) -> RankError:
-    """Parse the JSON of an error that a rank has published, and return the RankError."""
+    """Return the RankError that a rank has published as the JSON list [where, what, problem, hint, traceback]."""
     *parts, traceback_text = json.loads(text)
     error = RankError(*parts)
     error.traceback_text = traceback_text

@@ -70,7 +70,7 @@ def publish_error(exc: BaseException, what: str = "") -> None:
 
 
 def peer_error() -> RankError | None:
-    """Return the first error that a rank of this process group published, or None."""
+    """Return the first error that a rank of this process group wrote into the store (`publish_error`), or None."""
     store, heart = default_store(), heartbeat.current()
     text = heart.error if heart is not None else ""
     with suppress(RuntimeError):
@@ -81,8 +81,8 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Context of the step named `what` that publishes an error to the peers. An error that came
-    from a lost peer is replaced by that peer's own error.
+    """Context of the step named `what`: an error raised in it is written into the store, so that peers raise it too.
+    If the error only says that a peer was lost, that peer's own error is raised instead.
     """
     token = _WITHIN.set(what)
     try:

@@ -66,7 +66,7 @@ def run_local(
     threads: int | None = None,
     device: str | None = None,
 ) -> list[Any]:
-    """Run `fn(*args)` on `nprocs` local ranks of one process group; return their results.
+    """Run `fn(*args)` on `nprocs` local ranks of one process group; return their results, by rank.
 
     Args:
         fn: called on every rank; under "spawn" it must be importable.
@@ -75,11 +75,10 @@ def run_local(
         timeout: seconds after which all ranks are stopped; None waits for ever.
         start: "fork" (milliseconds, the default where it is safe) or "spawn".
         threads: CPU threads per rank; None takes an equal share of the cores.
-        device: "cpu" takes gloo even if CUDA devices are free.
+        device: "cpu" (gloo) or "cuda" (nccl); None takes "cuda" if every rank has a GPU of its own, else "cpu".
 
     Raises:
-        RankError: a rank raised or died, and the others were stopped. Its `traceback_text` is the
-            traceback of that rank.
+        RankError: a rank raised or died, and the others were stopped; `traceback_text` is that rank's traceback.
     """
     if nprocs < 1:
         problem = f"found {nprocs}, expected at least 1"

@@ -192,7 +192,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
 
 
 def _say(what: str, late: list[int], seconds: float) -> None:
-    """Log that the ranks `late` are waited for in step `what`, since `seconds`; only the lowest waiting rank logs."""
+    """Log that step `what` has waited `seconds` for the ranks `late`; of the waiting ranks only the lowest logs."""
     waiting = [rank for rank in range(dist.get_world_size()) if rank not in late]
     if late and waiting[:1] == [dist.get_rank()]:
         who = heartbeat.names_of(late)

@@ -56,12 +56,12 @@ def timeout_of(timeout_s: float | None, over_nccl: bool = False) -> float:
 
 
 def init_distributed(timeout_s: float | None = None, device: str | None = None) -> bool:
-    """Join the process group that the environment describes; return whether there is one.
+    """Join the process group that the launcher's environment variables describe; return False if there is none.
 
     Args:
         timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or 60
             (600 with NCCL). Steps in which one rank works alone may take an hour.
-        device: "cpu" takes gloo even if CUDA devices are free; "cuda" requires CUDA devices.
+        device: "cpu" (gloo) or "cuda" (nccl); None takes "cuda" if every rank has a GPU of its own, else "cpu".
     """
     if dist.is_initialized() or not is_distributed_launch():
         return dist.is_initialized()
@@ -154,7 +154,7 @@ def _own_gpu(store: Any, rank: int, size: int) -> torch.device | None:
 
 
 def shutdown_distributed(failed: bool = False) -> None:
-    """Wait for the peers, then destroy the process group; with `failed`, do not wait."""
+    """Wait until all ranks call this function, then destroy the process group; after a failure, do not wait."""
     if not dist.is_initialized():
         return
     if not (failed or State.failed):

@@ -56,15 +56,15 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds [n], one per block of a dropout mask, that skip the first `elements` elements of each block."""
+    """Return `seeds` [n], one per block of a dropout mask, moved `elements` elements ahead in every block."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Return seeds [n * parts] that give the same dropout mask as `seeds` [n], each of whose n blocks (cells) is cut
-    into `parts` blocks of `size` elements.
+    """Cut each of the n blocks (cells) of a dropout mask into `parts` blocks of `size` elements. Return their seeds
+    [n * parts], which give the same mask as `seeds` [n].
     """
     if parts == 1:
         return seeds
@@ -76,9 +76,9 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Return seeds [n * parts] of a slice of the dropout mask that `seeds` [n], one per block, give; a custom op.
+    """Cut the n blocks of a dropout mask with the seeds `seeds` [n] as `split_cells` does; a custom op of torch.
 
-    Each block is cut into `parts` blocks of `size` elements; in each of these, the first `first` elements are skipped.
+    Return seeds [n * parts], one per new block of `size` elements, that skip the first `first` elements of each.
     """
     return later(split_cells(seeds, parts, size), first)
 
@@ -187,8 +187,8 @@ class DeviceSeeds:
     ) -> Tensor:  # fmt: skip
         """Return the dropout seeds of a module in a micro-batch: [count * len(heads)], or [count] for empty `heads`.
 
-        `seed` is the run's, `position` (step, first row, number of rows) of the micro-batch, `site` the hash of the
-        module's path. `count`, rows of the module's input, is a multiple of the micro-batch's; `heads` are global.
+        `seed` is the run's, `position` is (step, first row, number of rows) of the micro-batch, `site` the hash of the
+        module's path, `count` the rows of its input (a multiple of the micro-batch's), `heads` global head indices.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: do not cache fake tensors

@@ -187,10 +187,8 @@ class RandomStream(StreamPosition):
     def keep_columns(
         self, x: Tensor, p: float, site: Where, run: tuple[int, int], size: int
     ) -> Tensor:
-        """Return the dropout mask (0 or 1/(1-p)) of an x whose last axis is the range `run` (first,
-        one past the last) of an axis of length `size`.
-
-        The mask of the unsharded axis is drawn on every rank and sliced; a dropout in T5's
+        """Return the dropout mask (0 or 1/(1-p)) of an x whose last axis is the range `run` (first, one past the last)
+        of an axis of length `size`. Each rank draws the mask of the unsharded axis and slices it; a dropout in T5's
         feed-forward needs this. `site` is the path of the module that drops.
         """
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
@@ -205,8 +203,8 @@ class RandomStream(StreamPosition):
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
 
-        Under context parallelism x has this rank's queries only or, with the variant "ulysses", its heads; `heads` are the
-        global indices of all heads of this tp rank, of which a cp rank may hold a part. `site` is the attention's path.
+        With cp (context parallelism) x has the queries of this rank's tokens or, if cp works by "ulysses", all queries
+        of some heads; `heads` are the global indices of all heads of the tp rank. `site` is the path of the attention.
         """
         if self.cut is None or self.cut.by_heads:
             return self.keep_mask(x, p, site, self.cut.heads(heads) if self.cut else heads)
@@ -226,8 +224,8 @@ class RandomStream(StreamPosition):
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
-        Under context parallelism x has this rank's queries only or, with the variant "ulysses", its heads; `heads` are the
-        global indices of all heads of this tp rank, of which a cp rank may hold a part. `site` is the attention's path.
+        With cp (context parallelism) x has the queries of this rank's tokens or, if cp works by "ulysses", all queries
+        of some heads; `heads` are the global indices of all heads of the tp rank. `site` is the path of the attention.
         """
         if self.cut is None or self.cut.by_heads:
             return self.seeds(x, site, self.cut.heads(heads) if self.cut else heads)
@@ -299,10 +297,10 @@ def drawn_mask(
 ) -> Tensor:  # fmt: skip
     """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis 0 is the batch,
-    False if all micro-batches draw alike; `real` [B, S] marks tokens that are no padding, or is None. `site` is the
-    module's path; or `key` is the hash of the path's beginning, and `site` the rest. `heads` are the global indices of
-    axis 1, or empty; `first` elements of each row or head of the unsharded tensor come before this tensor's.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if masks depend on the row
+    of the batch (axis 0); `real` [B, S] marks tokens that are no padding, or is None. `site` is the module's path; or
+    `key` is the hash of the path's beginning, and `site` the rest. `heads` are the global indices of axis 1, or empty;
+    `first` elements of each row or head of the unsharded tensor come before this tensor's.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     stream = _stream(at, seed, rows, real)
@@ -321,8 +319,8 @@ def drawn_uniform(
 ) -> Tensor:  # fmt: skip
     """Return numbers in [0, 1) in `shape` on `device`, drawn from one seed per row; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch. `rows` is False if all micro-batches draw
-    alike. `site` is the module's path; or `key` is the hash of the path's beginning, and `site` the rest.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch. `rows` is True if numbers depend on the
+    row of the batch. `site` is the module's path; or `key` is the hash of the path's beginning, and `site` the rest.
     """
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
@@ -341,7 +339,7 @@ def drawn_seeds(
     """Return the dropout seeds of a module for `count` rows, [count] or one per head [count * len(heads)]; a custom op.
 
     `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `count` is a multiple of that number if the
-    module sees each row several times. `rows` is False if all micro-batches draw alike. `site` is the module's path;
+    module sees each row several times. `rows` is True if seeds depend on the batch's row. `site` is the module's path;
     or `key` is the hash of the path's beginning, and `site` the rest. `heads` are global indices, or empty.
     """
     return (

@@ -1,4 +1,4 @@
-"""Position of a model in its sequence of random numbers: step, rows of the batch, current call."""
+"""Position of a model in its sequence of random numbers: training step, rows of the batch, call of the model."""
 
 import zlib
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class StreamPosition:
     _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by generator state
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a changed position is also stored as a tensor, `now`, for compiled code."""
+        """Set an attribute. If it changes the step or rows, store these also as the tensor `now`, for compiled code."""
         super().__setattr__(name, value)
         if name in ("step", "first_row", "num_rows", "again"):
             self._moved()
