@@ -164,7 +164,7 @@ class CoreAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
         """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which the tokens of all batch rows are packed, without
-        padding (mask: `stream.real_tokens`); a token sees its own row only. `p`: dropout probability, `scaling` of scores.
+        padding (`stream.real_tokens`); a token sees its own row only. `p`: dropout probability, `scaling`: of scores.
         """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
