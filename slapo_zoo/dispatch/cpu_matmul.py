@@ -41,7 +41,7 @@ def computes_as_class(forward: Any) -> bool:
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a [M, K] @ b [K, N] + bias, by the faster of oneDNN and torch's BLAS; for code without autograd, which oneDNN lacks."""
+    """Return a [M, K] @ b [K, N] + bias, by the faster of oneDNN and torch's BLAS; oneDNN has no gradient."""
     if suits(a, b):
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
             return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a

@@ -145,8 +145,8 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a forward for `module` that runs the kernel's `forward`, or the class's forward if later code has patched
-    that, or replaced, patched or hooked a child named in `passes`, whose work the kernel does itself.
+    """Return a forward for `module` that runs the kernel's `forward`. It runs the class's forward instead if later code
+    has patched the class, or changed or hooked a child named in `passes`, whose work the kernel does itself.
     """
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 

@@ -96,7 +96,7 @@ def table_of(device: str) -> Table:
 
 
 def own_table(device: str) -> Table | None:
-    """Return the kernel timings measured on exactly this device, or None; the user's replace those of slapo_zoo."""
+    """Return the kernel timings of exactly this device, or None; files of the user override those of the package."""
     found = [_read(folder / f"{slug(device)}.json") for folder in (MEASURED, user_folder())]
     tables = [table for table in found if table is not None]
     if not tables:

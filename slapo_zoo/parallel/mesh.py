@@ -1,7 +1,7 @@
 """The device mesh: dims tp (fastest), cp, dp, pp; any rank can be inspected without a process group.
 
 `Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" are names for several dims taken
-together, as in torchtitan: the dims that divide the rows of a batch, and those that divide the terms of its loss.
+together, as in torchtitan: the dims that divide a batch's rows, and those that divide its rows or tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class MeshDim(NamedTuple):
 
 
 class ShapeOnlyGroup(NamedTuple):
-    """Replacement of a process group in a dry run: collectives only change shapes.
+    """Replacement of a process group in a dry run (a step on fake tensors): collectives only change shapes.
 
     Args:
         size: number of ranks.
@@ -58,7 +58,7 @@ class Mesh:
         pp: number of ranks that shard the layers into stages.
         dp: number of ranks that shard the batch.
         rank: the global rank.
-        dry_run: True if collectives only change shapes, without a process group.
+        dry_run: True for a step on fake tensors: no process group, and collectives only change shapes.
         cp: number of ranks that shard the tokens of each row (context parallelism).
     """
 

@@ -1,4 +1,4 @@
-"""Access to the tensors that temporarily replace parameters: casts and gathered weights during a forward."""
+"""Contexts in which modules read other tensors as their parameters: casts or gathered weights, during a forward."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

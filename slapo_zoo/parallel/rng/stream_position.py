@@ -172,7 +172,7 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Store the position of a model call, at its first draw, under the state of torch's generator at its start.
+        """Store, at the first draw of a model call, its position by the state of torch's generator at the call's start.
 
         A later call that starts from the same state (a recomputation) then draws the same numbers.
         """
