@@ -12,7 +12,7 @@ from slapo_zoo.tune.space import Space
 
 
 class Database(Mapping[str, Any]):
-    """Store of the measured results of a tuning search, in a file or in memory: a mapping key --> result.
+    """Store of the results of a tuning search, in a file or in memory: a mapping key --> e.g. fields of an `Outcome`.
 
     A key, made by `Scope.key`, names a configuration and the conditions of its measurement. The file holds one JSON
     object per line; of two lines with the same key the later one counts. A line that a kill or a full disk left
@@ -91,7 +91,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """Return the database key of the configuration `point` ({option: value}), timed over `steps` training steps."""
+        """Return the database key, a text of this scope, the configuration `point` and the timed `steps` (or None)."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

@@ -61,11 +61,15 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a mask [points]: True where rows >= and recomputation <= those of points[small], all else equal."""
+        """Return a mask [points]: True for a configuration that surely takes as much memory as points[small] or more:
+        its batch size is not smaller, its share of recomputed blocks not larger, and all other symbols are equal.
+        """
         return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a mask [points]: True where rows <= and recomputation >= those of points[large], all else equal."""
+        """Return a mask [points]: True for a configuration that surely takes as much memory as points[large] or less:
+        its batch size is not larger, its share of recomputed blocks not smaller, and all other symbols are equal.
+        """
         return self._against(large, -1)
 
     def _against(self, number: int, sign: int) -> np.ndarray:
@@ -80,8 +84,8 @@ class Grid:
         """Return the numbers of the few configurations to measure first, to learn which of all fit into memory.
 
         In the first configuration all symbols that matter for memory (batch size, recomputation) have the value that
-        needs least. In each following one a single such symbol has the value that needs most. In the last one all
-        have their middle value. `here` [symbols] has the index of a value per symbol: other symbols keep that value.
+        needs least. In each following one a single such symbol has the value that needs most. In the last one all have
+        their middle value. `here` [symbols] gives the other symbols their values, as indices among each one's values.
         """
         axes = [j for j, n in enumerate(self.names) if MEMORY.get(n) and len(self.values[n]) > 1]
         low, high = np.array(here), np.array(here)

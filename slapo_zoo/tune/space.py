@@ -162,7 +162,7 @@ class Space:
         """Yield every configuration, {symbol: value}, in the order of the symbols and their candidates.
 
         Args:
-            training_script_args: first argument of `update_space_fn`.
+            training_script_args: first argument of `update_space_fn`, e.g. parsed options of a training script.
             update_space_fn: function (training_script_args, space), called before the first and after each symbol is
                 fixed, which creates further symbols of the space; None for a space that is complete.
         """

@@ -27,7 +27,7 @@ class Surrogate:
 
     Args:
         coordinates: [points, axes] in 0..1, a row for each configuration of the grid.
-        measured: rows of the configurations that were measured.
+        measured: indices in `coordinates` of the configurations that were measured.
         values: measured value of each configuration in `measured`.
     """
 
@@ -106,8 +106,7 @@ def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarra
     """Return the probability [points] that each configuration fits, averaged over all memory laws
     that agree with the numbers of configurations that fit (`ran`) and that did not (`failed`).
 
-    A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
-    takes 25 values from 0.1 to 10.
+    A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept` is 0.1 to 10.
     """
     rows, kept = grid.memory_parts()
     memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # shape [laws, points]
@@ -223,8 +222,8 @@ class Model:
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
         """Return the number of a configuration in `left` (not measured yet) that shows how much memory a symbol takes.
 
-        The symbol is one that matters for memory and has a single value in all of `ran`, the configurations that
-        fit; all other symbols have their values of least memory. None if there is no such configuration.
+        The symbol is one that matters for memory and has a single value in all of `ran`, the configurations that fit;
+        other such symbols have their value of least memory, the rest those of `self.start`. None if `left` has none.
         """
         corners = self.grid.corners(self.grid.index[self.start])[:1]
         for j, name in enumerate(self.grid.names) if corners else ():
@@ -237,8 +236,8 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Return the expected gain of each configuration in log throughput, averaged over the prior guesses of throughput
-        (the planner's, or several), times the probability that the configuration fits into memory: an array [points].
+        """Return an array [points]: the expected gain in log throughput, averaged over prior guesses (the planner's
+        forecast, or five assumed gains from use of all memory), times the probability that a configuration fits it.
 
         `ran` are the numbers of configurations that ran, `known` maps each measured number to its outcome.
         """
@@ -269,8 +268,8 @@ def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
     """Return the number of the configuration to measure next while all in `known` (number --> outcome) have failed.
 
     Candidates are those in `left` (not measured yet) that surely need no more memory than each one that ran out of it;
-    if there are none, all in `left`. Of the candidates, sorted from small to large memory use, the middle one is taken,
-    or once three configurations have run out of memory the first one. The result is None if `left` is empty.
+    if there are none, all in `left`. The middle candidate in order of rising memory use is taken, or the first one
+    once three configurations have run out of memory. The result is None if `left` is empty.
     """
     if not left:
         return None
@@ -290,7 +289,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 
 def find_strategy(name: str) -> Callable[..., Strategy]:
-    """Return the function (grid, **options) --> search strategy that STRATEGIES has for `name`; SlapoError if none."""
+    """Return the function (grid, **options) --> strategy `name` ("model", "random", "exhaustive"); else SlapoError."""
     if name not in STRATEGIES:
         hint = f"choose one of {', '.join(STRATEGIES)}"
         raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)

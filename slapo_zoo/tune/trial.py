@@ -34,8 +34,8 @@ class Job:
 
     Args:
         model: a family, a folder or a Hub id; only its config is used.
-        point: symbol --> value: arguments of `from_pretrained`, `batch_size` (rows per step and replica),
-            `threads`; several kernels are joined by "+".
+        point: symbol --> value, for arguments of `from_pretrained` (`kernels` as a text, "a+b" for two kernels),
+            `batch_size` (rows per step and replica) and `threads` (of torch on the CPU).
         steps: number of timed steps.
         seq_len: tokens of a row.
         changes: fields of the config to override.
@@ -81,7 +81,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Return the rank's outcome: limit memory, compare the loss with `job.probe` (if off: "wrong"), time the steps."""
+    """Limit memory, compare the loss with `job.probe` (off: kind "wrong"), time the steps; return the outcome."""
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:
@@ -99,7 +99,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Return as text that `loss` is not finite, or off from `job.probe` by over 0.1 % (bf16: 5 %); else ""."""
+    """Return why `loss` is wrong: not finite, or off from `job.probe` by 0.1 % (bfloat16 5 %, float16 2 %); else ""."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:
@@ -110,7 +110,7 @@ def differs(loss: float, job: Job) -> str:
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
-    """Return the seconds of `job.steps` training steps (forward, backward, AdamW), timed after one to warm up."""
+    """Return the seconds of each of `job.steps` training steps (with AdamW) on `batch`, after one to warm up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     found = []
     for _ in range(WARM_UP + job.steps):

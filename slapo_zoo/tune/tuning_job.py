@@ -97,8 +97,8 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
-    """Return ([rows per second that the planner forecasts for each configuration of the grid], {number of a
-    configuration: why it cannot run}) for the model of `job`.
+    """Return ([rows per second that the planner forecasts for each configuration of the grid, about 0 for an impossible
+    one], {number of a configuration that is impossible or takes too much memory: why}) for the model of `job`.
     """
     hardware = HARDWARE["cpu" if job.device == "cpu" else "a100"]
     hardware = replace(hardware, memory=job.memory or hardware.memory)
@@ -126,10 +126,10 @@ def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
 class Workers:
     """Callable (configuration, steps) --> Outcome that measures configurations in fresh processes.
 
-    The outcome is "wrong" if the loss differs, beyond rounding, from that of one rank with `kernels="reference"`.
+    It is "wrong" if the loss differs, beyond rounding, from that of `from_pretrained(kernels="reference")` on one rank.
 
     Args:
-        job: request for one measurement; each measurement replaces its configuration, steps and expected loss.
+        job: model, dtype, ... of all measurements; each one sets its own configuration, steps and expected loss.
         timeout_s: seconds after which a measurement is stopped.
     """
 

@@ -35,7 +35,7 @@ def fill_from_folder(
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and read its slices from a checkpoint; return a record of the load.
+    """Allocate this rank's tensors and read its slices from a checkpoint; return a record: bytes, seconds, names, ...
 
     Weights that the checkpoint lacks are initialised with random values.
 
@@ -102,7 +102,7 @@ def fill_from_config(
     model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and initialise every weight with random values; return a record of the load.
+    """Allocate this rank's tensors and initialise every weight with random values; return a record: bytes, seconds, ...
 
     The unsharded weights are equal on every mesh. `model` is on meta and sharded as `plan` says, `skeleton` returns it
     unsharded, `units` are the paths of blocks, embeddings and heads, `over_dp` gives this rank's rows under ZeRO.
@@ -150,7 +150,7 @@ def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | Non
 def _allocate(
     model: Any, device: torch.device, over_dp: RowsOfRank | None = None
 ) -> dict[str, Tensor]:
-    """Allocate all parameters and persistent buffers of a model on meta; tied parameters stay one parameter.
+    """Replace the parameters and persistent buffers of a model on meta by empty ones on `device`; tied ones stay tied.
 
     Returns:
         name --> local tensor (under ZeRO the rows that `over_dp` gives); tied parameters only under the first name.
@@ -204,7 +204,7 @@ def _refuse_foreign(
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
     surplus block, or part of a block or embedding, is an error.
 
-    `prefix` is the attribute that holds the base model ("transformer"), `units` the paths of blocks and heads.
+    `prefix` is the attribute that holds the base model ("transformer"), `units` the paths of blocks, embeddings, heads.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)

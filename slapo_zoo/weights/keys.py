@@ -23,7 +23,8 @@ WHOLE = "^"  # prefix of both sides of a rename of whole keys
 
 @dataclass(frozen=True)
 class Pieces:
-    """Rule for a tensor [E, parts * s, ...] of the model that files store as E * parts tensors [s, ...].
+    """Rule for a tensor [E, n * s, ...] of the model (E experts) that files store as E * n tensors [s, ...], or a
+    tensor [n * s, ...] that they store as n.
 
     rewrite:  experts.gate_up_proj [E, 2 F, D]  <->  experts.{e}.w1.weight [F, D] and
               experts.{e}.w3.weight [F, D], for e in 0..E
@@ -206,8 +207,7 @@ def _parts_of_axis_0(spec: S, stem: str, rule: Pieces) -> Iterator[Piece[S]]:
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether the keys `found` contain the model's tensor `name`, with or without its first part (the base model).
-
-    If they do, the files store this tensor as one, not in pieces.
+    """Return whether files store the tensor `name` of the model as one, not in pieces: their keys `found`, renamed as
+    in the model, contain the name, or the name without its first part (the attribute of the base model).
     """
     return name in found or name.partition(".")[2] in found

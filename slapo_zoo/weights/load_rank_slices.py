@@ -130,7 +130,7 @@ def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
 
 
 def _clear_padding(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Set the padding of a target's tensor to 0; return (view of it without padding, axis along which `parts` lie).
+    """Set the padding of a target's tensor (e.g. of the vocabulary) to 0; return (view without it, axis of `parts`).
 
     `parts` are the slices, of the unsharded tensor in the file, that fill the target when they are concatenated.
     """

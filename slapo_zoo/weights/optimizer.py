@@ -44,7 +44,7 @@ class Several:
             one.state.update({p: kept for p, kept in self.state.items() if p in own})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {index as text: state_dict} of several schedulers; for optimizers `collect` reads `self.state`."""
+        """Return {index as text: state_dict} of several schedulers; not for optimizers, which `collect` saves."""
         return {str(i): one.state_dict() for i, one in enumerate(self.each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ def _is_tensor(kept: Any) -> bool:
 
 
 def check_record(record: Any) -> str:
-    """Return why `record`, JSON data from a file, is no valid record of an optimizer on all stages; '' if it is one."""
+    """Return why `record`, from a JSON file, is no optimizer's dict (class, groups, state) as from `merge`, or ""."""
     if not isinstance(record, dict) or set(record) != {"class", "groups", "state"}:
         return f"found {record!r:.60}, expected class, groups and state"
     groups, state = record["groups"], record["state"]
@@ -266,7 +266,7 @@ class Restored:
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Raise WeightsError unless saved `options` (lr, ...) of a parameter group fit `group`, a group of the optimizer.
 
-    Each saved option must exist in `group`, have the same kind of value, and be finite.
+    Each saved option, except a scheduler's (initial_lr), must be in `group` with the same kind of value, and be finite.
     """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
@@ -302,6 +302,6 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
-    """Return the ranks whose digest of the optimizer (`digests`, by rank) differs from that on the first rank of their stage."""
+    """Return ranks whose digest of optimizer options and steps (`digests`) is not that of their stage's first rank."""
     firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
     return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

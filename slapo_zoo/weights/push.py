@@ -17,7 +17,7 @@ class Push:
 
     Args:
         folder: folder of the saved model; its name is the default of `repo_id`.
-        arguments: repo_id, token, private, commit_message, commit_description, create_pr, revision.
+        arguments: any of repo_id, token, private, commit_message, commit_description, create_pr, revision, by name.
     """
 
     ALLOWED = ("repo_id", "token", "private", "commit_message", "commit_description", "create_pr", "revision")  # fmt: skip

@@ -40,7 +40,7 @@ class Unread:
     read: Callable[[], Tensor]
 
     def detach(self) -> Tensor:
-        """Read, convert and return the tensor. The code that writes files calls `detach` on each; no reference is kept."""
+        """Read, convert and return the tensor. The save calls `detach` once, when it writes the tensor."""
         return self.read()
 
 

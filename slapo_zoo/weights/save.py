@@ -64,7 +64,7 @@ def save_folder(
         write_extras: called on rank 0 with the temporary folder; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
-        beside: specs of further tensors, in files of their own, by the beginning of their names: {"optimizer": specs}.
+        beside: beginning of further files' names --> specs of the tensors in those files: {"optimizer": specs}.
         stem: beginning of the file names for `specs`.
         stamp: text that identifies the content of `write_extras`, for the id of the save that every file
             carries (see checksums.py).
@@ -95,8 +95,8 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 def _replaced_by(stem: str) -> re.Pattern[str]:
-    """Return the pattern of the files that a save replaces if its weight files begin with `stem`: for "model" those of
-    WEIGHT_FILE, for "model.fp16" (a variant) only the files of this variant.
+    """Return the pattern of the files that a save replaces if its weight files begin with `stem`: for "model" weights,
+    optimizer, training state and checksums, for "model.fp16" (a variant) only this variant's weights and checksums.
     """
     index = re.escape(index_name(stem))
     own = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors|{index}|checksums\.json")
@@ -116,7 +116,7 @@ class _Save:
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
-        """Plan the files, check shape, dtype and NaN of local tensors; return the plan's digest, equal on all ranks."""
+        """Plan the files, check shape, dtype and NaN of local tensors; return a digest of the plan, to compare."""
         self.target = _resolved(self.target)
         self.staging = Staging(self.target, replaced=self.replaced)
         for stem, specs in self.sets.items():
@@ -145,7 +145,7 @@ class _Save:
         return str(self.staging.path)
 
     def write(self, path: Path) -> Written:
-        """Write this rank's slices of all tensors; return their bytes and what they contribute to each tensor's CRC-32."""
+        """Write this rank's slices of all tensors; return number of bytes and contribution to each tensor's CRC-32."""
         with self._io_errors():
             return write_tensors(
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
@@ -285,14 +285,14 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
 
 
 def _small_files(path: Path, layout: Layout) -> dict[str, int]:
-    """Return {file name: CRC-32} of config, index and state files; a tokenizer is left out, as it may change later."""
+    """Return {file name: CRC-32} of config, index and state files in `path`, not of a tokenizer, which may change."""
     found = sorted(item.name for item in path.iterdir() if item.name not in layout.headers)
     ours = [name for name in found if WEIGHT_FILE.fullmatch(name) or name == "config.json"]
     return {name: checksums.crc_of_file(path / name) for name in ours}
 
 
 def _check_files(path: Path, layout: Layout) -> None:
-    """Read the headers back, and raise WeightsError when `write_extras` has changed the weight files."""
+    """Raise WeightsError if `write_extras` has changed the weight files: headers in `path` are not as in `layout`."""
     found = {}
     for name in layout.headers:
         with SafetensorsFile(path / name) as file:

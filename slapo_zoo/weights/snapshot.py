@@ -25,7 +25,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
 
     Args:
         folder: folder that a save may replace.
-        read: opens every file that it will need.
+        read: opens every file that it will need, and returns e.g. an object that holds the open files.
         close: closes the result of a `read` that mixed two folders.
     """
     for _ in range(TRIES):
@@ -75,9 +75,9 @@ def read_by_all(
         mesh: mesh of all ranks.
         what: name of the calling step, for errors.
         folder: folder on a file system that all ranks share, or a copy of it on each.
-        read: opens every file that it will need.
-        identity: returns a text that is equal for files of the same save.
-        close: closes the result of a `read`.
+        read: opens every file that it will need, and returns e.g. an object that holds the open files.
+        identity: returns, for a result of `read`, a text that is equal for files of the same save.
+        close: closes a result of `read`.
     """
     mine: list[T] = []
     found: list[str] = []

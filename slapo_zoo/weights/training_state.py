@@ -1,4 +1,4 @@
-"""`training_state.json`: the part of a training checkpoint that is no tensor."""
+"""`training_state.json`: the part of a training checkpoint that is no tensor: step, mesh, random states, ..."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,13 @@ BY_DP = "$by_dp"
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write `state`, the fields of a training checkpoint that are no tensors, to `training_state.json` in `folder`."""
+    """Write `state` (step, mesh, random states, ... of a training checkpoint) to `training_state.json` in `folder`."""
     text = json.dumps({"format": FORMAT, **state}, indent=1)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read and check `training_state.json`; a field of unexpected form or range raises WeightsError."""
+    """Return the fields of `training_state.json` in `folder`; one of unexpected form or range raises WeightsError."""
     place = str(folder / FILE)
     state = _json(folder / FILE)
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -69,9 +69,7 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
-    """Raise WeightsError, which names the file `place`, if fields of a training state contradict each other,
-    e.g. states for too few ranks.
-    """
+    """Raise WeightsError, naming the file `place`, if fields of `state` contradict, e.g. states for too few ranks."""
     mesh = Mesh(**state["mesh"])
     if problem := check_states(state["torch_random"], mesh.world_size):
         raise WeightsError(place, "torch_random", problem, PASS_SAVED)

@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Result of one rank's writes: number of bytes, and this rank's contribution to the CRC-32 of each tensor."""
+    """Result of one rank's writes: number of bytes, and {tensor: what they add, by XOR, to the tensor's CRC-32}."""
 
     bytes: int
     sums: dict[str, int]
@@ -77,11 +77,11 @@ def write_tensors(
 
 
 def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share]:
-    """Return the slices of a tensor that this rank writes; all ranks together write each element once.
+    """Return the slices of a tensor that this rank writes, [] if none; all ranks together write each element once.
 
-    Of several ranks with the same elements the first one writes: coordinate 0 of mesh dims that do not shard
-    the tensor, and the first rank that holds replicated indices. A tensor that no mesh dim shards is one
-    Share from 0 to 1, which means the whole tensor. Under ZeRO `rows` are this rank's rows, which restrict axis 0; else None.
+    Of ranks with the same elements only the first writes: the one with coordinate 0 of the mesh dims that do not shard
+    the tensor, and of tp ranks that share indices (KV heads) the first. A tensor that no mesh dim shards is one Share
+    from 0 to 1, which means the whole tensor. Under ZeRO `rows` are this rank's rows, which restrict axis 0; else None.
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""

@@ -25,7 +25,7 @@ def policies_within(
 
     Args:
         budget: bytes of saved activations per rank.
-        asked: the user's argument `activation_memory=` as text, for the error.
+        asked: the argument `activation_memory=` of `from_pretrained` as text, for the error.
         config: config of the model.
         auto_class: model class or Auto class of `transformers`, or its name; None: the class that `config` names.
         mesh: sizes of tp, pp and dp.
@@ -65,7 +65,7 @@ def hardware_of(device: torch.device | str) -> Hardware:
 
 
 def require_shape(value: Any) -> tuple[int, int]:
-    """Return `value`, the user's argument `micro_batch_shape=`, as (rows, tokens) of a micro-batch.
+    """Return `value`, the argument `micro_batch_shape=` of `from_pretrained`, as (rows, tokens) of a micro-batch.
 
     Raises:
         SlapoError: `value` is not a pair of positive integers.

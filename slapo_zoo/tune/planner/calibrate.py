@@ -81,7 +81,7 @@ def host_memory() -> int:
 
 
 def sum_rate(device: str) -> float:
-    """Time an all-reduce on `device` that all processes call; return the bytes per second that each sends in a ring."""
+    """Time an all-reduce on `device` that all ranks enter; return the bytes per second that each rank sends."""
     on = torch.empty(0, device=device).device
     x = torch.ones(BUCKET_BYTES // 4, device=on)
     seconds = best_time(lambda: dist.all_reduce(x), on, 3)

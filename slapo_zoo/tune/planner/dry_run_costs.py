@@ -85,7 +85,7 @@ class Meter:
             self._pending[ref.storage] = ref.nbytes
 
     def settle(self, storages: Iterable[int] | None = None) -> None:
-        """End fused element-wise chains that output to `storages` (ids; None: all chains), and count the outputs as written."""
+        """End fused element-wise chains whose outputs lie in `storages` (ids; None: all); count these as written."""
         for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)
@@ -258,9 +258,7 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Move the bytes of a parameter's gradient, in the storage with id `storage`, from the
-        count `live` to the count `gradients`: the gradient exists until the optimizer step.
-        """
+        """Count a parameter's gradient, in the storage with id `storage`, in `gradients`, no longer in `live`."""
         if storage in self.alive:
             self.live -= self.alive[storage].size
             self.gradients += self.alive[storage].size

@@ -31,7 +31,7 @@ class Layout:
         checkpoint_ratio: share of the blocks that are recomputed, 0 to 1.
         checkpoint_policy: what the recomputed blocks save: "" nothing, "save_matmuls" outputs of matrix products,
             "attention" all but what lies between q, k, v and the output of attention, "offload" all, on the host,
-            "sharded" a tp shard of their input; or a tuple of one of these, "keep" or "recompute" per block.
+            "sharded" a tp shard of their input; or a tuple with one of these, "keep" or "recompute" for each block.
         sequence_parallel: whether tp ranks shard the tokens too.
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).
@@ -187,7 +187,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Simulate `order`, `virtual` stages per rank; return per pp rank the micro-batches in flight by stage, when most are."""
+    """Simulate `order`, `virtual` stages per rank; return per pp rank the most micro-batches in flight, by stage."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -94,7 +94,7 @@ class Planner:
         Args:
             gpus: number of devices.
             batch: rows of a step over all replicas.
-            orders: pipeline orders to try; None: 1f1b and interleaved_1f1b, and all others near the fastest layouts.
+            orders: pipeline orders to try; None: 1f1b and interleaved_1f1b, and for the fastest layouts all others.
             divided: whether layouts with sequence parallelism are tried too.
             cut: whether layouts with cp > 1 are tried too, for a model whose rows can be sharded over cp.
 
@@ -301,11 +301,11 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies under `layout`; one int per call of a block, embedding or head, in order; a
+        """Return (recompute policies under `layout`; an int (mark) per call of a block, embedding or head, in order; a
         dict in which the caller caches memory and time of stages).
 
-        Calls of equal cost in `profile` have equal ints, so stages with equal sequences of ints cost the same, and the
-        sequence is the key of a stage in the dict. The whole tuple is cached too, under the key `what`.
+        Calls of equal cost in `profile` have equal marks, so stages with equal sequences of marks cost the same; the
+        sequence is the stage's key in the dict. The tuple is cached under `what`, the fields of `layout` that it needs.
         """
         if what in self._stages:
             return self._stages[what]

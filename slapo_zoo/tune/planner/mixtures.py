@@ -22,7 +22,7 @@ class Mixture(NamedTuple):
     Args:
         bytes: activations kept on the device.
         seconds: extra time per micro-batch.
-        choices: linked list ((block, policy), choices of the blocks before).
+        choices: linked list ((block, policy), choices of the blocks before); for a single block its policy alone.
     """
 
     bytes: float
@@ -38,7 +38,7 @@ def choose(
     Return (one policy per block, or None if nothing fits; the smallest budget in bytes per rank that would fit).
 
     Args:
-        planner: planner of the model.
+        planner: the `Planner` of the model.
         layout: mesh, micro-batches and pipeline order; the recomputation settings of the layout are ignored.
         budget: bytes of activations per rank: one number, or one for each rank.
     """
@@ -124,10 +124,10 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
 
 
 def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """Return the forecast of `layout` with the fastest choice of a recompute policy per block that fits into memory.
+    """Return the forecast (a `Forecasted`) of `layout` with the fastest choice of a policy per block that fits memory.
 
-    `limit` is the bytes of memory per rank. The result is None if nothing fits, if one policy for all blocks
-    is best, or if the step takes `seconds` or longer.
+    `planner` is the `Planner` of the model, `limit` the bytes of memory per rank. The result is None if nothing fits,
+    if one policy for all blocks is best, or if the step takes `seconds` or longer.
     """
     ranks = planner.ranks(layout)
     room = [limit - rank.total + rank.activations for rank in ranks]

@@ -90,8 +90,8 @@ class Family:
         return model, block_paths(Schedule(model, Mesh()), self.table)
 
     def _small(self) -> Any:
-        """Return the config of a model with three blocks per stack. The result is None if the blocks of a stack differ, if
-        stacks have few blocks, or if no config field holds their number.
+        """Return the config of a model with three blocks per stack. The result is None if the blocks of a stack differ
+        or share weights, if no stack has more than four, or if no config field holds their number.
         """
         kinds = _stacks(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
@@ -146,7 +146,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the costs of the full model from `units`, those of the model with fewer blocks if there is one."""
+        """Return the full model's costs from `units`, those of a copy with three blocks per stack if one was run."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -154,8 +154,8 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return (path, value) of each call of the full model from `calls`, those of the model with 3 blocks per stack:
-        its middle block's value is that of every block between first and last. Without such a model, return `calls`.
+        """Return (path, value) pairs for the full model from `calls`, those of a copy with three blocks per stack:
+        all blocks but the first and the last get the middle block's value. Without a copy, return `calls`.
         """
         found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
@@ -213,7 +213,7 @@ def _parts(config: Any) -> list[tuple[str, Any]]:
 
 
 class _Masks(RandomStream):
-    """Replacement of the model's dropout (`RandomStream`) in dry runs: masks have the right size, none is drawn.
+    """Random stream of a dry run, which allocates dropout masks of the right size but draws no random numbers.
 
     Args:
         on_cpu: whether the model would run on a CPU.
@@ -225,7 +225,7 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Return `on_cpu`, not RandomStream's test of `device`: True if masks are drawn in blocks, as on a CPU."""
+        """Return `on_cpu`, whatever `device` is: True if a generator draws masks block by block, as on a CPU."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
@@ -233,7 +233,7 @@ class _Masks(RandomStream):
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return zeros as dropout seeds: one for each of `count` batch rows, or for each row and each of `heads`."""
+        """Return zeros as seeds of a mask's blocks (cells): one per row (`count`) or row and head; `site` is unused."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
@@ -319,10 +319,10 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return the (path, cost) pairs `calls`, with the activation bytes saved before the first block divided by `tp`.
+    """Return the (path, cost) pairs `calls` of a dry run, changed for a rank that saves only its part of the tokens.
 
-    Under sequence parallelism a rank saves only its own tokens there; so it does for what the first block saves more
-    than the second. `blocks` are the paths of the blocks.
+    Under sequence parallelism the bytes saved before the first block are divided by `tp`, and so are those that the
+    first block saves beyond what the second saves. `blocks` are the paths of the blocks.
     """
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
@@ -335,7 +335,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give each module but the first a fake parameter for a tied one (under FakeTensorMode `mode`): each use counts."""
+    """Give modules that share a parameter one each, made under FakeTensorMode `mode`, so each has a gradient."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -57,9 +57,7 @@ class Climb:
     orders: Sequence[str]
 
     def from_here(self, best: Any) -> Any:
-        """Change the layout of forecast `best`, one argument at a time, while steps get faster; return the
-        last forecast, or `best` itself if no change helps.
-        """
+        """Change forecast `best`'s layout one argument at a time while steps get faster; return the last forecast."""
         while True:
             before = best.step.seconds
             for layout in (*self._sharded(best.layout), *self._ordered(best.layout)):
@@ -82,7 +80,7 @@ class Climb:
                 yield replace(layout, pipeline_order=order, stages_per_rank=virtual)
 
     def _least_recomputed(self, layout: Layout, best: Any) -> Any:
-        """Return the faster of `best` and the forecast of `layout` with the least recomputation that fits."""
+        """Return the faster forecast: `best`, or that of `layout` with the least recomputation that fits in memory."""
         steps = min(self.blocks, GRAIN)
         for policy in ("", "save_matmuls")[: 1 + (layout.cp == 1)]:
             each = [

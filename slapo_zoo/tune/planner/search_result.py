@@ -14,7 +14,7 @@ class Forecasted:
     """Layout with its predicted time and memory.
 
     Args:
-        layout: the configuration.
+        layout: sizes of the mesh, micro-batches, pipeline order, ZeRO and recomputation.
         step: times and bytes sent of a step.
         ranks: memory of every pipeline rank.
         fullest: index of the pipeline rank that needs most memory.

@@ -139,7 +139,8 @@ def rank_memory(
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
     """Return the peak memory of a pipeline rank that holds `stages`; at the peak, stages[i] has `in_flight[i]`
-    micro-batches between forward and backward. `precision` has the bytes per parameter, `runtime` how a step is run.
+    micro-batches between forward and backward. `precision` has the bytes per parameter, `layout` the ZeRO settings;
+    `runtime` and `hardware` say how large the temporary tensors of the optimizer step are.
     """
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)

@@ -43,7 +43,7 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
     """Return the operations of `batch` products [m, k] x [k, n], counted so that tiles and waves which are not full
     cost as much as full ones.
 
-    The best tile shape for `count` multiprocessors is taken. To begin and end a tile costs as much as `fill` more in k.
+    The best tile shape for `count` multiprocessors is taken. Each tile costs as if its axis k were longer by `fill`.
     """
     return min(
         math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / count)
@@ -98,8 +98,8 @@ class How:
 
     Args:
         hardware: profile of the cluster.
-        runtime: how the model is run.
-        precision: precision of the parameters.
+        runtime: constants of the way to run the model (eager, compiled, ...), e.g. whether operations are fused.
+        precision: dtype of products, and bytes of a weight, its gradient and its optimizer states.
         tp: ranks that shard each layer.
         cp: ranks that shard the tokens of each row.
     """
@@ -127,8 +127,8 @@ class How:
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
-        """Return the seconds that the activation policy `policy` adds to one call of a block, embedding or head of cost
-        `use`, for recomputation or copies to the host.
+        """Return the seconds that recomputed operations, or copies to the host, add to one call of a block, embedding
+        or head of cost `use` under the activation policy `policy`.
         """
         if policy == "offload":
             copied = use.kept / self.hardware.host
@@ -245,7 +245,7 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
 
     Args:
         stages: times of all stages of the pipeline, in order.
-        layout: the configuration.
+        layout: sizes of the mesh, micro-batches, pipeline order and ZeRO.
         parameters: number of parameters on the fullest rank.
         how: hardware, runtime, precision, tp and cp.
     """
@@ -274,8 +274,8 @@ def _pipeline(
     """Return (seconds of all forwards and backwards of a step, stages of the busiest pipeline rank, seconds of a
     micro-batch on each rank).
 
-    The seconds of 1F1B, interleaved 1F1B and GPipe follow a formula: the busiest rank works without pause, after one
-    wait for every other stage. Other orders are simulated action by action. wait[i] is the transfer time to stage i.
+    The seconds of 1F1B, interleaved 1F1B and GPipe follow a formula: the work of the busiest rank, and the time to fill
+    and drain the pipeline. Other orders are simulated action by action. wait[i] is the transfer time to stage i.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
