@@ -41,9 +41,10 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (fp32 scores, for each score the column of the bias `table` [H, C] that it got) for a tile of queries q with
-    indices i, and keys k with indices j. The score of a hidden key is -inf. `row` is the batch row; KEYS is "keys" for
-    a `key_mask` [B, T], "pairs" for [B, S, T], else "none"; `blocked_attention.attention` explains the other arguments.
+    """Return (fp32 scores, for each score the column of the bias `table` [H, C] that it got) for a tile of queries q
+    with indices i, and keys k with indices j, of one batch `row` and `head`. The score of a hidden key is -inf.
+    `classes` [S + T - 1] has the column for each distance j - i. KEYS is "keys" for a `key_mask` [B, T], "pairs" for
+    [B, S, T], else "none"; PRECISION is that of the product; `blocked_attention.attention` explains the others.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
@@ -148,9 +149,9 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq [B, S, H, D] for a block of BM queries of one head, and what these add to the gradient of the bias table.
-    A program of the grid loops over the keys. d_out is the gradient of the output, `delta` the result of `_delta_kernel`,
-    `log_sum` the log-sum-exp of the scores; `_scores` and `_keep` explain the arguments after v.
+    """Compute dq [B, S, H, D] for a block of BM queries of one head, and `d_table`, the block's term of the gradient of
+    the bias table. A program of the grid loops over the keys. d_out is the gradient of the output, `delta` comes from
+    `_delta_kernel`, `log_sum` is the log-sum-exp of the scores; `_scores` and `_keep` explain the arguments after v.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -247,9 +248,9 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[str, Any]]]:
-    """Return (arguments that follow v in each Triton kernel of this file, {"forward", "query" (gradient of q) or
-    "key" (of k and v): compile-time constants of that kernel}) for q and k [B, S, H, D]; `given` is the tuple of the other
-    arguments of `blocked_attention.attention`.
+    """Return (arguments that follow v in each Triton kernel of this file, {"forward", "query" (gradient of q) or "key"
+    (of k and v): compile-time constants of that kernel}) for q and k [B, S or T, H, D]. `given`, a
+    `blocked_attention.Given`, has the bias table, masks, dropout seeds, scale, ... of the attention.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds
@@ -298,7 +299,7 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
 def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel; return the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S].
 
-    q, k and v are [B, S, H, D]; `given` has the other arguments (`blocked_attention.Given`).
+    q, k and v are [B, S or T, H, D]; `given` has the bias table, masks, seeds, scale, ... (`blocked_attention.Given`).
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape

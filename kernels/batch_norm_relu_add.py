@@ -56,7 +56,7 @@ def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """Run WideResNetBottleneck.forward on x [B, C, h, w] with the kernel batch_norm_relu_add for norms and activations."""
+    """Run the forward of slapo_zoo's own WideResNetBottleneck on x [B, C, h, w] with the kernel batch_norm_relu_add."""
     x = x.contiguous(memory_format=module.format)
     y = _norm(module.bn1, _conv(module.conv1, x))
     y = _norm(module.bn2, module.conv2(y))

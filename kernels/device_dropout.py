@@ -47,8 +47,8 @@ def seeded_attention(
         scaling: factor of the scores.
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.
-        drawn: 0 hashes the mask of each element from seed and position. L > 0, the tokens of a row with padding (CPU only):
-            a generator draws a mask [L, L] from each seed, of which the S queries and T keys get their rows and columns.
+        drawn: how masks come from seeds: 0 hashes each element from seed and position. L > 0 (CPU only) is the length
+            of a row with padding: a generator draws [L, L] from each seed, of which queries and keys get their part.
         places: [S], index of each token in its row of `drawn` tokens; None: the tokens are the first S of that row.
     """
     (B, _, S, _), T = q.shape, k.shape[2]

@@ -63,8 +63,8 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _install(site: Any, **options: Any) -> None:
-    """Replace the forward of `site.module`, a linear of the model, by this kernel's `_forward` if oneDNN is faster than
-    MKL on this CPU. A forward that sharding has set (row-parallel: bias after all-reduce) is kept; `options` are ignored.
+    """Replace the forward of `site.module`, an nn.Linear or Conv1D of the model, by `_forward` if oneDNN is faster than
+    MKL on this CPU. Keep a forward that sharding has set (row-parallel: bias after all-reduce). Ignore `options`.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

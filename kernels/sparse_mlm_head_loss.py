@@ -89,7 +89,7 @@ def sparse_mlm_head_loss(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the mean loss over masked tokens; loss and gradients equal those of all logits.
+    """Compute the mean loss over masked tokens; loss and gradients are, up to rounding, those of the head on all rows.
 
     Args:
         hidden: last hidden states [B, S, H].

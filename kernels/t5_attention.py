@@ -25,8 +25,8 @@ MATERIALISED = 1 << 25  # bytes of attention weights that a CPU keeps; beyond, m
 def relative_buckets(
     distance: Tensor, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128
 ) -> Tensor:
-    """Return T5's bucket of each distance j - i: small distances have one each, then buckets widen up to
-    `max_distance` (modeling_t5.py). `bidirectional`: later and earlier keys have different buckets.
+    """Return T5's bucket of each distance j - i of key j and query i: small distances have one each, then buckets widen
+    up to `max_distance` (modeling_t5.py). With `bidirectional`, later and earlier keys have different buckets.
     """
     half = num_buckets // 2 if bidirectional else num_buckets
     exact = half // 2

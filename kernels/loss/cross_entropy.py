@@ -63,10 +63,8 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def padded_columns(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Allocate uninitialised logits [rows, columns] of the dtype and device of `like`; on a GPU rows are aligned.
-
-    Each row starts at a multiple of 64 elements, so loads and stores are 16 bytes wide, and matrix products get an
-    aligned leading dimension.
+    """Allocate uninitialised logits [rows, columns] of the dtype and device of `like`. On a GPU, each row is padded in
+    memory to a multiple of 64 elements: loads and stores are 16 bytes wide, and GEMMs get an aligned leading dimension.
     """
     if like.device.type == "cpu" and not in_triton(like):
         return like.new_empty((rows, columns))

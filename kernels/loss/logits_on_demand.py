@@ -45,7 +45,7 @@ class Head:
 
     Args:
         linear: module with the weight [V, H] (over tp: a shard of its rows) and bias.
-        logits: maps rows [..., H] to logits [..., V].
+        logits: maps rows [..., H] to logits [..., V], or to this rank's columns of the logits if `group` shards them.
         before: function that maps rows to the rows for `linear` (BERT's transform), or None.
         vocab_size: number of classes V.
         group: ranks that shard the vocabulary, or None.
@@ -159,7 +159,7 @@ class LogitsOnDemand(torch.Tensor):
         return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
 
     def tensor(self) -> Tensor:
-        """Return the logits [..., V] as a plain tensor with an autograd graph; the first call computes them."""
+        """Return the logits [..., V] as a plain tensor with a graph; the first call, on all tp ranks, computes them."""
         if self.made is None:
             self._require_same_weights()
             with torch.enable_grad():  # a loss may use them after a metric did
@@ -172,7 +172,7 @@ class LogitsOnDemand(torch.Tensor):
         return self.made
 
     def numbers(self) -> Tensor:
-        """Return the values of the logits without an autograd graph; SlapoError if they were changed in place."""
+        """Return the values of the logits without an autograd graph; SlapoError if an in-place change would be lost."""
         if self.changed():
             problem = "the logits were changed in place, and this operation would lose the gradient of the change"
             hint = "use the tensor that the in-place operation returned, or change a copy, logits.clone()"
@@ -297,7 +297,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def _all_classes(logits: Any, head: Head) -> Tensor:
-    """Return the logits [..., V] of all classes as a plain tensor, gathered over the group of `head`."""
+    """Return logits of all classes [..., V] as a plain tensor; all-gather those that the group of `head` shards."""
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
     if not isinstance(logits, VocabLogits):
@@ -306,7 +306,7 @@ def _all_classes(logits: Any, head: Head) -> Tensor:
 
 
 def _require_all(ranks: list[int]) -> None:
-    """Wait until all `ranks`, which shard the vocabulary, compute the logits; MeshError if one goes on without them."""
+    """Wait until all `ranks`, which shard the vocabulary, call this to read the logits; MeshError if one does not."""
     if gone := meet("output.logits", ranks):
         problem = f"{names_of(gone)} did not read the logits, and each tp rank has some of their columns only"
         hint = (
@@ -375,7 +375,7 @@ def _cross_entropy(
     x: LogitsOnDemand, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0, items: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute torch.nn.functional.cross_entropy (same signature) from hidden states; `items` is the divisor of a mean."""
+    """Compute F.cross_entropy (same signature) from hidden states; `items`, if given, is the divisor of the mean."""
     whose: LogitsOnDemand | None = x
     while whose is not None:
         whose.passed_by, whose = True, whose.parent

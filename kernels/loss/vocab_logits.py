@@ -62,7 +62,7 @@ class VocabLogits(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
     def gathered(self) -> Tensor:
-        """All-gather the logits [..., V] and return them as a plain tensor, equal on all ranks."""
+        """All-gather the columns of all ranks, which call this together; return logits [..., V] as a plain tensor."""
         full = collectives.all_gather(self.local(), -1, self.group, sharded_gradient=False)
         return full.narrow(-1, 0, self.vocab_size)
 

@@ -48,8 +48,8 @@ def search(
     """Search all layouts of `gpus` devices; return (data for --json, text to print), or, if no layout fits into memory,
     (data, text, error to raise after printing).
 
-    `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds to the text why the
-    other layouts do not fit. `write` is the file for the fastest layout's schedule, or None.
+    `planner` (of `make_planner`) simulates layouts, `batch` counts rows per step over all replicas, `most` limits the
+    layouts shown, `explain` adds to the text why others do not fit; `write`: file for the fastest schedule, or None.
     """
     from slapo_zoo.tune.planner import layout_report as show
     from slapo_zoo.tune.planner.search_result import require_feasible
@@ -72,8 +72,8 @@ def search(
 
 
 def _may_cut(planner: Any, write: Path | None) -> tuple[bool, str]:
-    """Return (True, "") if a layout search may try cp > 1, else (False, the reason why not). `write` is None, or the
-    file for the schedule of the fastest layout: a schedule in a file has cp=1.
+    """Return (True, "") if a layout search with `planner` may try cp > 1, else (False, the reason why not). `write` is
+    None, or the file for the schedule of the fastest layout: a schedule in a file has cp=1.
     """
     from slapo_zoo.model.context_parallel import require_cp_support
 
