@@ -159,7 +159,9 @@ class LogitsOnDemand(torch.Tensor):
         return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
 
     def tensor(self) -> Tensor:
-        """Return the logits [..., V] as a plain tensor with a graph; the first call, on all tp ranks, computes them."""
+        """Return the logits [..., V] as a plain tensor with an autograd graph; the first call computes them. If the
+        ranks of the head's `group` hold some columns each, all of them must call this.
+        """
         if self.made is None:
             self._require_same_weights()
             with torch.enable_grad():  # a loss may use them after a metric did

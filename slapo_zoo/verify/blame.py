@@ -176,7 +176,7 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Return module `paths`, those of containers of containers last: "h" if `paths` has "h.0" and "h.0.ln" too."""
+    """Return module `paths`; those that contain a container of another one come last: "h" after "h.0" and "h.0.ln"."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]

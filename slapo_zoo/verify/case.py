@@ -131,7 +131,9 @@ class Trial:
         return {k: v[dp_coord * n : (dp_coord + 1) * n] for k, v in batch.items()}
 
     def on_one_rank(self, whole: bool = True) -> "Trial":
-        """Return the same schedule to be tried on a mesh of one rank; `whole` True runs the batch as one micro-batch."""
+        """Return a Trial of the schedule, without its cuts into stages and without loader arguments, on one rank. If
+        `whole` is True, it runs the batch as one micro-batch.
+        """
         return Trial(self.case, (1, 1, 1), uncut(self.schedule), {}, whole)
 
     def predicted_collectives(self) -> dict[str, int] | None:

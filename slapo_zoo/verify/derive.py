@@ -167,7 +167,7 @@ class Search:
 
     def _has_plan(self) -> bool:
         """Return whether the tp plan that `transformers` has for the config can be made a table of sharding rules; e.g.
-        dropout prevents it. If tp is 1, a tiny model sharded by this table on two tp ranks must also be right.
+        dropout prevents it. If tp is 1, a tiny model with this table must pass the comparison on two tp ranks, too.
         """
         if not plan_of(self.case.config):
             return False

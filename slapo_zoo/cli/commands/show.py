@@ -32,7 +32,7 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print how a model is sharded in a layout (--tp, --pp, ...): changes to modules, shapes and bytes, collectives."""
+    """Print how a layout (--tp, --pp, ...) shards a model: changes to modules, shapes per rank, bytes, collectives."""
     import torch
 
     from slapo_zoo.cli.training.checks import row_length

@@ -43,7 +43,6 @@ DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     """Return (`options` with values for dp, task and seq_len where the user gave none, config of the model).
-
     An error is raised for options that are wrong, as far as can be told before the data are read.
     """
     dp = data_parallel_size(options.tp, options.pp, options.dp, options.cp)

@@ -108,7 +108,6 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
     """Return the stream of batches of a data set that is read while training runs, for a task of type `cls`.
-
     DataError or ConfigError is raised if the data lack a column, or the task or an option needs all rows first.
     """
     if options.eval_share:

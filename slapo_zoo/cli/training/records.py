@@ -32,7 +32,7 @@ class Records(TrainerCallback):
         self.path = None if tell is None else run.options.log_file
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set Trainer's step counter to the steps that a resumed run has done before, and begin the log file."""
+        """Set Trainer's step counter to the steps done before a resume, and begin the log file."""
         state.global_step = self.run.done
         if self.path is not None:
             begin_log(Path(self.path), self.run.done)
