@@ -148,7 +148,9 @@ def limit_memory(job: Job) -> None:
 
 
 def run(job: Job) -> Outcome:
-    """Measure a job on `job.world` local ranks; return rank 0's outcome, with the highest peak memory of all ranks."""
+    """Measure a job on `job.world` local ranks; return rank 0's outcome, with the highest peak memory of all ranks. If
+    any rank lacks memory, the outcome is "out_of_memory"; other errors are raised.
+    """
     try:
         found = [measure(job)] if job.world == 1 else run_local(measure, job.world, (job,), device=job.device)  # fmt: skip
     except (RuntimeError, MemoryError) as error:

@@ -54,7 +54,7 @@ class Several:
 
 
 def as_one(given: Any) -> Any:
-    """Combine a list or tuple of optimizers, or of schedulers, into one object; return any other value unchanged."""
+    """Return a list or tuple of optimizers, or of schedulers, as one `Several`, and any other value unchanged."""
     return Several(given) if isinstance(given, list | tuple) else given
 
 
@@ -113,7 +113,7 @@ def _state_json(
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """Merge the JSON records that `collect` made on all pipeline stages; a parameter tied over stages is listed once."""
+    """Merge records of `collect` on all pipeline stages, each parameter once; WeightsError if options differ."""
     first = records[0]
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]

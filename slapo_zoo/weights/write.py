@@ -114,12 +114,10 @@ def _write(
     file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, held: Sequence[Share],
     own: Rows | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the slices `held` of this rank's CPU tensor; in the file the unsharded tensor begins at byte `start`.
+    """Write the slices `held`, from `shares`, of this rank's CPU `tensor`; return (number of bytes, what they add, by
+    XOR, to the CRC-32 of the unsharded tensor).
 
-    `own` are the rows that this rank has under ZeRO, else None.
-
-    Returns:
-        The number of bytes, and their contribution to the tensor's CRC-32.
+    The unsharded tensor begins at byte `start` of the file. `own` are the rows of this rank under ZeRO, else None.
     """
     axis = spec.placement.axis if spec.placement else 0
     is_piece = spec.placement is None and own is None

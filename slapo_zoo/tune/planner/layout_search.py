@@ -149,7 +149,7 @@ class Planner:
         Args:
             fits: forecasts of layouts that fit.
             over: layouts that do not fit, tried where none fits.
-            limit: bytes per rank.
+            limit: bytes of memory per rank.
         """
         bound: dict[Any, Forecasted] = {}
         for one in sorted(fits, key=lambda f: f.step.seconds)[:STARTS]:
@@ -164,7 +164,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (`layout` with the lowest ZeRO stage of 0, 1, 3 that fits into `limit` bytes, else the highest; its bytes)."""
+        """Return (`layout` with the lowest ZeRO, 0, 1 or 3, that fits `limit`, else the highest; bytes of its fullest rank)."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:

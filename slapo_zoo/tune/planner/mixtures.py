@@ -1,8 +1,8 @@
 """Choose for each block whether its activations are kept, recomputed or offloaded: fastest within a memory limit.
 
 A mixture has one choice per block. Block after block, a mixture is dropped if another mixture takes fewer bytes and
-seconds; of those left at the end the fastest that fits is taken. If more than MOST (400) are left at a block, their
-bytes are divided into 400 ranges, and the fastest mixture of each range is kept.
+seconds; of those left at the end the fastest that fits is taken. If more than MOST (400) are left at a block, the
+interval from their fewest to their most bytes is divided into 400, and the fastest mixture of each part is kept.
 """
 
 from collections.abc import Sequence

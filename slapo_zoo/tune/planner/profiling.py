@@ -265,7 +265,7 @@ def dry_run(
     scores: bool = True,
     padding: bool = True,
 ) -> list[tuple[str, Use]]:
-    """Run a training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
+    """Run forward and backward on fake tensors (dropout on); return (path, cost) per call of a block, embedding, head.
 
     Args:
         outline: model on the meta device, sharded as one rank holds it.
