@@ -164,7 +164,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (`layout` with the first ZeRO stage of 0, 1, 3 to fit `limit`, else the last; most bytes of a rank)."""
+        """Return (`layout` with the first ZeRO stage (0, 1, 3) to fit `limit`, else the last; most bytes of a rank)."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:
