@@ -53,7 +53,9 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
 
 
 def refusal(where: str, what: str, mesh: Mesh, hint: str = BESIDE["schedule"][1]) -> MeshError:
-    """Return a MeshError which says that the option `what` (as text) does not run with cp > 1, and gives a `hint`."""
+    """Return a MeshError which says that in the call `where` (its name) the option `what`, as text, does not run with
+    cp > 1. `hint` says what to do instead.
+    """
     problem = f"not supported together with cp={mesh.cp}"
     return MeshError(where, what, problem, f"{hint}; or use cp=1")
 
@@ -93,9 +95,8 @@ def require_core_attention(sch: Schedule, table: Table) -> None:
 
 
 def require_cp_support(table: Table, cls: Any, config: Any) -> None:
-    """Raise ArchitectureError if the model class `cls` or its config does not support cp > 1.
-
-    `table`, the sharding rules of the model family, lists the classes that do. A config with `token_dropout` does not.
+    """Raise ArchitectureError if the model class `cls` or its `config` does not support cp > 1. `table`, the sharding
+    rules of the model family, lists the classes that do. A config with `token_dropout` does not.
     """
     name, what = cls.__name__, "cp > 1"
     if table.positions_of(cls) is None:

@@ -46,7 +46,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
 @torch.no_grad()
 def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's rows of a batch; return [sum of losses, number of labels, labels with largest logit]."""
+    """Evaluate this dp rank's rows; return tensor [sum of losses, number of labels, labels with the largest logit]."""
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])
@@ -58,9 +58,8 @@ def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _evaluate_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's pairs (anchor, positive) of texts; return a tensor [3].
-
-    Its numbers: sum of losses, number of pairs, number of anchors to which their own positive is the nearest of all.
+    """Evaluate this dp rank's pairs (anchor, positive) of texts; return a tensor [3]: sum of losses, number of pairs,
+    number of anchors to which their own positive is the nearest of all positives.
     """
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2

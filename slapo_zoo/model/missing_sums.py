@@ -25,10 +25,9 @@ class ScheduleWarning(UserWarning):
 
 
 def missing_sums(sch: Schedule) -> list[str]:
-    """Return texts that name modules with wrong sums over tp; [] if none is found.
-
-    Wrong are partial sums without an all-reduce (the directive `sync`, at the module or at one that contains it),
-    biases that an all-reduce sums tp times, and norms of sharded features. Replaced modules are not searched.
+    """Return texts that name modules with wrong sums over tp; [] if none is found. Such a module gives partial sums
+    without an all-reduce (the directive `sync`, at it or at a module around it), has a bias that an all-reduce sums tp
+    times, or is a norm of sharded features. Replaced modules are not searched.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 

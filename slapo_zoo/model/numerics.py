@@ -108,9 +108,8 @@ class NumericsWatch:
         return jumped
 
     def replicas(self) -> list[str]:
-        """Compare replicas of parameters over all ranks bit for bit; warn, and return a text for each that differs.
-
-        A collective call of all ranks.
+        """Compare replicas of parameters over all ranks bit for bit; warn, and return a text for each that differs. All
+        ranks must call this method.
         """
         mine = digests(self.model)
         every = together(self.model.mesh, "replicas", lambda: mine)

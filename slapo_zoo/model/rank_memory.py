@@ -20,7 +20,7 @@ class Memory:
 
     Args:
         parameters: number of parameters of this rank, before ZeRO shards them.
-        weights: bytes of the weights that the model computes with: parameters, or their casts and gathered copies.
+        weights: bytes that the model computes with: parameters, or their casts and gathered copies, and its buffers.
         masters: bytes of the parameters (fp32 masters, ZeRO shards) from which a step makes casts or gathered copies.
         gradients: bytes of `.grad` of all parameters.
         states: bytes of the optimizer's state tensors.

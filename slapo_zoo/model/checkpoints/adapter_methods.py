@@ -18,7 +18,7 @@ class Adapts:
     _adds_adapter = False
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Add a new LoRA adapter of peft, and freeze all that it does not train; a collective call of all ranks.
+        """Add a LoRA adapter of peft, and freeze the parameters that it does not train; a collective call of all ranks.
 
         The matrices are sharded like the weights that they adapt, and their values are equal for every (tp, pp, dp).
         peft's methods work as usual: `set_adapter`, `disable_adapters`.
@@ -68,7 +68,7 @@ class Adapts:
         super().disable_adapters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
-        """Delete adapters by name; with none left `save_pretrained` writes the model, and `save_checkpoint` works."""
+        """Delete adapters by name; until none is left, `save_pretrained` writes no model, `save_checkpoint` raises."""
         super().delete_adapter(adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
         for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
             self._slapo.adapters.pop(name, None)
@@ -79,7 +79,7 @@ class Adapts:
         """Write an adapter, with unsharded matrices, as plain peft loads it; a collective call of all ranks.
 
         Args:
-            save_directory: folder to write: new, empty, or of an older adapter; it is replaced by one rename.
+            save_directory: folder to write: new, empty, or of an older adapter, which one rename replaces.
             adapter_name: name of the adapter; None takes the active one.
             check_finite: refuse to replace an older adapter by matrices with NaN or infinity.
         """
@@ -96,7 +96,9 @@ class Adapts:
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} on rank 0, else {}; a collective."""
+        """Return {key in peft's files: unsharded matrix, or its gradient if `grads`} on rank 0, and {} on other ranks;
+        a collective call. `adapter_name` None takes the active adapter; a missing gradient is returned as zeros.
+        """
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 

@@ -118,9 +118,8 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _trained_tensors(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor, or its gradient if `grads`} of all that adapter `name` trains, on one rank.
-
-    On several ranks return {}: there an adapter trains LoRA's matrices only, which `_matrices` lists.
+    """Return, if there is one rank only, {key in peft's files: tensor or, if `grads`, gradient} of all that adapter
+    `name` trains. On several ranks return {}: there an adapter trains LoRA's matrices only, which `_matrices` lists.
     """
     from peft import get_peft_model_state_dict
 
@@ -133,7 +132,9 @@ def _trained_tensors(model: Any, name: str, grads: bool = False) -> dict[str, Te
 
 
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} on rank 0, else {}; a collective call."""
+    """Return {key in peft's files: unsharded tensor of adapter `name` or, if `grads`, its gradient (zeros if missing)}
+    on rank 0, and {} on other ranks; a collective call.
+    """
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
@@ -156,7 +157,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which peft sees each parameter that ZeRO shards as a placeholder with the shape before ZeRO."""
+    """Context for peft to make its layers: parameters that ZeRO shards are placeholders of the shape before ZeRO."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -279,7 +280,7 @@ def _rule(
     """Return (directives for LoRA's matrix A, directives for B): `Shard`, `SumGradient` and `Sync`, with which both fit
     the sharded weight of the layer at `path`; () and () for tp=1. SlapoError for an unsupported sharding.
     `placed` is the weight's sharding over tp (None: not sharded), `input_axis` its axis of input features, `syncs` are
-    the collectives at the layer, `state` is that of the schedule.
+    the collectives at the layer, `state` (of the schedule) has the mesh, and the sums of the layer's gradients.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -314,9 +315,9 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unequally; masks are drawn in equal slices.
-
-    `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
+    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unequally, since each rank draws an equal
+    slice of a mask. `path` is the layer's, `size` the number of input features of the unsharded layer, `of_a` are the
+    directives (changes of the schedule) that shard matrix A.
     """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     if isinstance(dropout, nn.Dropout) and any(
@@ -328,10 +329,10 @@ def _check_dropout(
 
 
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
-    """Return {key in peft's files: new unsharded matrix}, of the distribution that peft's `config` asks for.
+    """Return {key in peft's files: new unsharded matrix} of `matrices`, drawn from the distribution in peft's `config`.
 
-    Each matrix is drawn from its own generator, which makes it equal on every mesh. Values that peft computed
-    from the weights (PiSSA, on one process) are kept.
+    Each matrix is drawn from its own generator, which makes it equal on every mesh. If peft has computed the values
+    from the weights (PiSSA, on one process), the model's own tensors are returned.
     """
     values = {}
     if config.init_lora_weights not in INITS:
@@ -348,7 +349,7 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Fill `values` (key --> tensor) from an adapter's files; SlapoError if a key in the files is not in `wanted`."""
+    """Read the files in `folder` into the tensors of `values` (by key); SlapoError for a key that `wanted` lacks."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.key_to_file) - wanted):
             problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
@@ -359,9 +360,8 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put `value` (unsharded LoRA matrix A [r, I] or B [O, r]) into its module, and shard it.
-
-    The matrix is also added to the model's plan: the table of each tensor's sharding and gradient sums.
+    """Put `value` (unsharded LoRA matrix A [r, I] or B [O, r]) into its module, and shard it. The matrix is also added
+    to the model's plan: the table of each tensor's sharding and gradient sums.
     """
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
@@ -381,7 +381,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _fit_layers(model: Any, name: str) -> None:
-    """Let adapter `name` draw this rank's slice of dropout masks, and `merge` of peft add this rank's rows (ZeRO)."""
+    """Make adapter `name` draw this rank's slice of dropout masks and, under ZeRO, peft's `merge` add its rows only."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):

@@ -84,7 +84,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the tensors of `found` that the user added: not named in `known`, not tied to those, not an adapter's."""
+    """Return those tensors of `found` that the user added: not in `known`, nor tied to one there, nor an adapter's."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip

@@ -157,7 +157,7 @@ def _prepared(
 ) -> "_Save":
     """Check that the model can be saved, collect states of optimizers and random generators; return them as a `_Save`.
 
-    `mine` is {"step": ..., "data_position": ..., "extra": ...} as the user passed it on this rank.
+    Arguments are those of `save_checkpoint` on this rank; `mine` is {"step": ..., "data_position": ..., "extra": ...}.
     """
     refuse_adapters(model, SAVE)
     background.join()
@@ -219,7 +219,7 @@ class _Save:
         return digest(json.dumps(record)), record if is_first else None, states, own
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """Merge the reports of all ranks, as `describe` returns them, into the training state to save.
+        """Merge `found`, the report that `describe` returned on each rank, into the training state that `write` saves.
         Raise WeightsError if optimizers or steps differ between ranks.
         """
         mesh = self.model.mesh

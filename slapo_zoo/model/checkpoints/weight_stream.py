@@ -30,7 +30,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Range of `length` consecutive indices along `axis` of a tensor, whose elements the global rank `rank` sends.
+    """Range of `length` consecutive indices along `axis` of a tensor; the global rank `rank` sends these elements.
 
     `start` is the first index in the unsharded tensor, `offset` the first index in the rank's shard.
     """
@@ -148,7 +148,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return the ranges of indices along the sharded axis in which a tensor is sent, each with the rank that sends it."""
+    """Return the index ranges along its sharded axis in which tensor `spec` is sent, each with the sending rank."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]

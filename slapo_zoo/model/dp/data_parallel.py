@@ -95,7 +95,7 @@ class DataParallel:
             return pipeline_step(pipeline, *step, before_last=before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward of it.
+        """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward.
 
         The all-reduce averages; since losses were multiplied by the number of ranks (`loss_scale`), that is the sum.
         """
@@ -150,7 +150,7 @@ class DataParallel:
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which `model(...)` runs the model's own forward; outside of it the engine, e.g. DDP, is called."""
+    """Context in which an engine (DDP) calls `model`: the call runs the model's own forward only, no checks."""
     runtime = model._slapo
     runtime.within_engine = True
     try:
@@ -172,7 +172,7 @@ class Native(DataParallel):
         self.native, self.loss_scale = native, loss_scale
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Call the engine's object around the model with the keyword arguments `batch`; return the output."""
+        """Run a forward through the engine's object (e.g. DDP) with arguments `batch`; return the model's output."""
         with within_engine(model):
             return self.native(**batch)
 
@@ -198,14 +198,16 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Let hooks, not an engine, reduce gradients of the model with state `runtime`; `Calls.prepare` registers them."""
+    """Make hooks, not an engine such as DDP, reduce a model's gradients: put new `DataParallel` and `Calls` objects
+    into `runtime`, the model's state. `Calls.prepare` registers the hooks.
+    """
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
 
 
 def sum_partial_gradients_in_backward(model: Any) -> None:
-    """Hook the model's parameters to sum gradients over tp only; an engine averages over dp in its own backward."""
+    """Hook the model's parameters to sum gradients over tp only; an engine (DDP) averages them over dp itself."""
     model._slapo.calls.reducer.over_dp = False
     model._slapo.calls.prepare(model)
 

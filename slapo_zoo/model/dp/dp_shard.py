@@ -62,7 +62,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Drop unsharded gradients that a failed step left; return a step's context `DataParallel.new_gradients`."""
+        """Drop gradients that a failed step left; return a context of a step, as `DataParallel.new_gradients` does."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -100,7 +100,7 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce gradients after a step: ZeRO shards over ranks with the same rows, other parameters over dp."""
+        """All-reduce gradients after a step: ZeRO's shards over ranks with the same rows, others over all dp ranks."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
@@ -225,10 +225,9 @@ def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, 
 
 
 def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
-    """Raise MeshError if `dp_shard=` does not divide dp or is given with an engine, or `zero_stage=` lacks `dp_shard=`.
+    """Raise MeshError if `dp_shard=` is no divisor of dp or used with an engine, or `zero_stage=` without `dp_shard=`.
 
-    `size`, `target` (an engine), `options` and `stage` are the user's `dp_shard=`, `target=`, `target_options=` and
-    `zero_stage=`.
+    `size` is `dp_shard=`, `stage` is `zero_stage=`; `target` and `options` (`target_options=`) choose an engine.
     """
     if size == 1:
         if stage != 3:  # the default

@@ -158,7 +158,7 @@ class Group:
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype to gather in: the compute dtype `computes`; if it is None or `is_wide`, the parameters'."""
+        """Return the dtype to gather in: compute dtype `computes`; if None or the group `is_wide`, the parameters'."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:

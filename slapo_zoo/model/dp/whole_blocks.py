@@ -59,7 +59,7 @@ class Passed(Kept):
     unpack: Callable[[Any], Tensor]
 
     def again(self) -> Tensor:
-        """Return the saved tensor, restored by the library that packed it."""
+        """Return the saved tensor, restored by `unpack`, the function of the library that saved it."""
         return self.unpack(self.kept)
 
 
@@ -97,7 +97,7 @@ class Block:
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: put gathered parameters into the block's modules; autograd saves a `Saved` of each."""
+        """Forward pre-hook: put gathered parameters into the block's modules; autograd saves a handle for each."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -120,7 +120,7 @@ class Block:
         self.blocks.running.append(self)
 
     def _require_own(self, module: nn.Module) -> None:
-        """Raise MeshError if a child was moved into the block after the load: no hook gathers its sharded weights."""
+        """Raise MeshError if a child of the block `module` is new since the load: no hook gathers its weights."""
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):
@@ -142,7 +142,7 @@ class Block:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context of a direct call of the block's `forward`, without hooks: its modules read gathered parameters, whose
-        backward reduce-scatters gradients. If they are gathered already, do nothing.
+        backward reduce-scatters gradients. If the modules have gathered parameters already, do nothing.
         """
         module, name, _ = self.places[0]
         if name in module.__dict__:

@@ -62,9 +62,8 @@ class Calls:
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
-        """Register gradient hooks on parameters of the model that have none: at the load, and before forwards with grad.
-
-        `own_loop` is True if the user's own loop will run the backward, not `train_step`.
+        """Register gradient hooks on parameters of the model that have none: at the load, and before each forward with
+        grad. `own_loop` is True if the user's own loop will run the backward, not `train_step`.
         """
         if torch._C._current_graph_task_id() < 0:  # none runs now: drop a failed one
             self.abandon()
@@ -90,7 +89,7 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Return the names of all parameters whose gradients tp ranks sum, also of those summed only if tokens are sharded."""
+        """Return the names of all parameters whose gradients tp ranks sum, always or only with sequence parallelism."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
@@ -139,7 +138,7 @@ class Calls:
         state.forward, state.random.again, state.random.cut = forward, position, forward.cut
 
     def open(self) -> None:
-        """Begin a backward: group parameters into buckets for all-reduces, which `_end` completes at the end."""
+        """Begin a backward: group parameters into buckets, each for one all-reduce over dp; `_end` waits for these."""
         if self.guard.on_ranks and not runs_a_rank():  # a collective would wait for ever
             problem = "a term of the loss reads weights of virtual ranks outside their threads"
             hint = "return it from loss_fn of train_step, or use the optimizer's weight_decay"
@@ -150,7 +149,7 @@ class Calls:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        """End a backward: complete the sums of gradients over ranks; sample gradients for the check before a step."""
+        """End a backward: complete the sums of gradients over ranks; copy some elements for the check before a step."""
         self.task = -1
         try:
             averaged = self.reducer.close()

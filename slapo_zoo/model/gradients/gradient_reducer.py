@@ -69,12 +69,12 @@ class GradientReducer:
         self.stored: bool | None = None  # True: one is in `.grad`; None: no gradient yet
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Register permanent gradient hooks on a model's parameters, `named` as (name, parameter) pairs."""
+        """Register for good, on parameters (`named`: (name, parameter) pairs), hooks that sum gradients over ranks."""
         hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register on `p`, once, a hook that sums its gradient over ranks that the plan lists for `name`; return p."""
+        """Register a hook on `p`, once, that sums its gradient over ranks, as the plan says for `name`; return p."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -199,7 +199,9 @@ class GradientReducer:
         return met
 
     def _have_grad(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return the id() of each parameter with a gradient on some dp rank; None in a step that does not ask."""
+        """Return the id() of each parameter that has a gradient on some dp rank, which the ranks exchange over a CPU
+        process group; None in a step without this exchange (if `asks_hosts` is False).
+        """
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -219,9 +221,8 @@ class GradientReducer:
             self.paused = before
 
     def last_backward(self, _outputs: Any) -> None:
-        """Switch `no_sync` off before a stage's last backward, so that this backward averages gradients over dp.
-
-        The pipeline calls this method with the outputs of the stage, which are ignored.
+        """Switch `no_sync` off before a stage's last backward, so that this backward averages gradients over dp. The
+        pipeline calls this method with the outputs of the stage, which are ignored.
         """
         self.paused = False
 

@@ -51,9 +51,9 @@ class InputGradients:
             self._register([p for p in own if id(p) not in self.before])
 
     def add_from_loss(self, loss: Tensor, output: Any) -> None:
-        """Register the parameters outside the model (a head) from which the user's `loss` of the model's `output` is
-        computed, so that they get gradients. SlapoError if pp > 1 and one is in neither the batch nor a module
-        `loss_fn`.
+        """Register the trained parameters outside the model (e.g. of a head) from which `loss` is computed, the user's
+        loss of the model's `output`, so that they get gradients. SlapoError if pp > 1 and such a parameter neither
+        makes a batch entry nor belongs to `loss_fn`, an nn.Module.
         """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return

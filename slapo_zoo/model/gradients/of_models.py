@@ -13,9 +13,8 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Register the parameters of a scheduled model, so that `runtime_of` and `place_of` find the model from a parameter.
-
-    `runtime` is the model's runtime state, `named` are its (name, parameter) pairs.
+    """Register the (name, parameter) pairs `named` of a scheduled model, whose state (schedule, plan, engine) is
+    `runtime`, so that `runtime_of` and `place_of` find the model from a parameter.
     """
     mine = ref(runtime)
     for name, p in named:
@@ -29,9 +28,8 @@ def runtime_of(p: Any) -> Any:
 
 
 def place_of(p: Any) -> tuple[RankPlan, str] | None:
-    """Return (plan of the scheduled model that has parameter `p`, name of `p`); None if no scheduled model has `p`.
-
-    The plan has the sharding and the gradient sums of each tensor of the model.
+    """Return (plan of the scheduled model that has the parameter `p`, name of `p`), or None if no scheduled model has
+    it. The plan has the sharding and the gradient sums of each tensor of the model.
     """
     runtime = runtime_of(p)
     return None if runtime is None else (runtime.plan, _KNOWN[p][1])

@@ -131,10 +131,10 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace this rank's shards of the parameter `p`, its gradient and its optimizer state by tensors gathered from
-    all ranks; of `p` itself nothing is gathered for Muon, which does not read its values.
-
-    `row` is the TensorPlan of `p`: how `p` is sharded, and over which dim of `mesh`.
+    """Replace this rank's shards in `p.data`, `p.grad` and `optimizer.state[p]` by the unsharded tensors, for one
+    optimizer step. All are gathered from the ranks that shard `p`; only for Muon, which does not read the values in
+    `p.data`, elements of other ranks are 0 there. `row` is the TensorPlan of `p`: how `p` is sharded, and over which
+    dim of `mesh`.
     """
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
@@ -164,7 +164,6 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
     """Return the unsharded tensor of which `local` is this rank's shard; a collective call of the ranks that shard it.
-
     `row` is the TensorPlan of the tensor: how it is sharded, and over which dim of `mesh`.
     """
     placement: Any = row.placement

@@ -76,11 +76,11 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Copy a sample of the gradients at the end of a backward, when sums over ranks are complete.
+        """Copy a sample of gradients at the end of a backward, when their sums are complete; compare weights.
 
-        `named` maps names to trained parameters; `plan` says which are replicated over tp: MeshError if norms of these
-        differ between tp ranks or, after a backward that `averaged` gradients over dp, norms of any between dp ranks.
-        `trained` is how many ranks along pp and dp have trained parameters (a scalar); None: all.
+        `named` has trained parameters by name. MeshError if norms of those that are replicated over tp, as `plan` says,
+        differ between tp ranks, or, after a backward that `averaged` gradients, norms of any parameter between dp
+        ranks. `trained` is the number of ranks along pp and dp that train parameters, a scalar; None: all.
         """
         if not self.needed:
             return
@@ -99,8 +99,8 @@ class StepGuard:
     def _compare_replicas(
         self, named: Mapping[str, nn.Parameter], mesh_dim: str, alike: float
     ) -> None:
-        """Raise MeshError on all ranks along `mesh_dim` if replicas of some of the parameters `named` differ in the norm of
-        their first elements, by more than `alike` relative to it.
+        """Raise MeshError on all ranks along `mesh_dim` if replicas of a parameter differ: if, for some of those in
+        `named`, norms of the first elements differ between the ranks by more than `alike` times the largest norm.
         """
         self.backwards[mesh_dim] += 1
         some = dict(list(named.items())[:: max(1, len(named) // PROBES)][:PROBES])
@@ -117,9 +117,9 @@ class StepGuard:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
     def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
-        """Return {name: [projection, norm] of the gradient's first 64 elements} of parameters that are replicated over tp.
-
-        The projection is a weighted sum of these elements; a missing gradient counts as 0. `named`: name --> parameter.
+        """Return {name: [projection, norm] of the gradient's first 64 elements} of those parameters of `named` (by
+        name) that are replicated over tp, as `plan` says. The projection is a weighted sum of these elements; a missing
+        gradient is 0.
         """
         if self.mesh.tp == 1:
             return {}
@@ -135,7 +135,7 @@ class StepGuard:
 
     def before_step(self) -> None:
         """Raise MeshError on all ranks if they scaled gradients by different factors since the last backward (found
-        from copies of some elements), if replicated gradients differ between tp ranks, or if a rank takes no step.
+        from copies of some elements), if replicated gradients differ between tp ranks, or if a rank does not step.
         """
         if not self.fresh:
             return
@@ -160,8 +160,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` has for each rank the table [9][4] that `_factors` returns. Columns 2 and 3 of its rows 0 to 7, sums and
-        norms of replicated gradients, are compared. `loosely` is the relative difference that is allowed.
+        `rows[rank]` is the rank's table [9][4] of `_factors`, in which columns 2 and 3 of rows 0 to 7 are compared:
+        sums of projections and of norms of gradients. `loosely` is the difference allowed, relative to the norm.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -245,7 +245,7 @@ class StepGuard:
 
 
 def _replicated(named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, nn.Parameter]:
-    """Return those of `named` (name --> parameter) of which every tp rank has the same values, as `plan` says."""
+    """Return the parameters of `named` (by name) that are sharded neither over tp, as `plan` says, nor by ZeRO."""
     rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
     return {name: named[name] for name, row in rows.items() if not (row and row.placement)}
 

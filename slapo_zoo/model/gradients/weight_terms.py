@@ -40,7 +40,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
     weight that only one stage has.
 
     Args:
-        runtime: runtime state of the model.
+        runtime: state of the model, with its mesh, plan (sharding and gradient sums of each tensor) and hooks.
         loss: the loss of one micro-batch.
         began: torch's sequence number of the newest autograd node before `loss_fn` ran; only newer nodes are searched.
     """
@@ -83,8 +83,8 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _of_weights_alone(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes of the scalar terms of `loss` that depend on parameters alone: the node of each term, and
-    those between the term and the parameters. Only nodes with a sequence number above `began` are searched.
+    """Return the autograd nodes of scalar terms of `loss` in parameters alone, e.g. `p.square().sum()`: each term's
+    last node, and those from there to the parameters. Nodes up to sequence number `began` are not searched.
     """
     alone: set[Any] = set()
     made = reached(

@@ -134,9 +134,8 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of their targets: labels that count; None for the model's loss).
-
-        For the model's own loss this Trainer stores the number of targets per loss term, for `training_step`.
+        """Return (batches of one optimizer step, number of their targets: labels that count; None for the model's
+        loss). For the model's own loss this Trainer stores the number of targets per loss term, for `training_step`.
         """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
@@ -202,7 +201,7 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model to `output_dir`, and all training state if `_save_checkpoint` runs; rank 0 adds the tokenizer."""
+        """Save the model to `output_dir`, in `_save_checkpoint` with all training state; rank 0 adds the tokenizer."""
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -228,8 +227,9 @@ class ScheduledTrainer(Trainer):
             self._is_checkpoint = False
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `_save` writes, and `_load_optimizer_and_scheduler` reads, all of a checkpoint: weights, optimizer,
-        scheduler and random states. The order of samples follows from seed and epoch.
+        """Do nothing, in place of Trainer's methods for weights, optimizer, scheduler and random states of a
+        checkpoint: `_save` writes all, and `_load_optimizer_and_scheduler` reads all. The order of samples follows from
+        seed and epoch.
         """
 
     _save_optimizer_and_scheduler = _save_rng_state = _do_nothing
@@ -280,8 +280,8 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> tuple
         accelerator: an Accelerator of Accelerate. Its `save_state` and `load_state` raise an error from now on.
         model: a scheduled model; it is not wrapped, and `accelerator.clip_grad_norm_` clips by its global norm.
         optimizer: torch optimizer.
-        *others: data loaders; they give the ranks of one dp replica the same batches, and other replicas others.
-            Learning-rate schedulers too; they step once per optimizer step, on every mesh. Further models.
+        *others: data loaders, which then give all ranks of a dp replica the same batches, and each replica its own;
+            learning-rate schedulers, which then step once per optimizer step on every mesh; further models.
     """
     _require_scheduled("prepare", model, "pass it second: prepare(accelerator, model, ...)")
     if (kind := accelerator.mixed_precision) != "no":

@@ -161,8 +161,8 @@ def seed_samples(mesh: Any, args: Any) -> None:
 
 
 def take_one_gpu(args: Any) -> None:
-    """Set the number of GPUs in TrainingArguments, all that one process sees, to 1: Trainer would wrap the model in
-    DataParallel, and read a batch of rows for each.
+    """Set the number of GPUs in `args` (TrainingArguments), by default all that the process sees, to 1: with more,
+    Trainer would wrap the model in DataParallel, and read a batch of rows for each GPU.
     """
     if getattr(args, "n_gpu", 1) > 1:
         args._n_gpu = 1

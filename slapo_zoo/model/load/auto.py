@@ -128,8 +128,7 @@ class AutoScheduledModel:
                 its steps, or the .json file of its `to_json` is replayed. A function is called with the Schedule;
                 `extend(function)` applies "zoo" before it. "auto" is "zoo", or for a family without a table one that is
                 derived from its modules, and checked on a tiny model (outputs, loss, gradients) before use.
-            pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
-                zbv or dualpipev.
+            pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv or dualpipev.
             stages_per_rank: stages on each rank in an interleaved order, at least 2.
             auto_class: model class or Auto class of `transformers`, or its name; None takes the checkpoint's class.
             dtype: dtype of the parameters; "auto" takes the checkpoint's.

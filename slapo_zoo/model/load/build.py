@@ -93,7 +93,9 @@ def build(
 
 
 def _make_copies_independent(model: nn.Module, state: State) -> None:
-    """Let `copy.deepcopy(model)` return a model with forwards and hooks of its own and gradients summed over tp."""
+    """Let `copy.deepcopy(model)` return a model with forwards and hooks of its own, whose gradients are summed over tp
+    as `state`, that of the model's schedule, says.
+    """
     changed = ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())  # fmt: skip
 
     def copied(memo: dict[int, Any]) -> nn.Module:
@@ -137,9 +139,8 @@ def consolidate_model(
 def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
-    """Replace the parameters `names` (on meta) of `module` by unsharded ones on the CPU, in shapes that `plan` lists.
-
-    `init` initialises them: the `param_init_fn` of `consolidate_model`. The module's `path` seeds the random numbers.
+    """Replace the parameters `names` (on meta) of `module` by unsharded ones on the CPU, of the shapes in `plan`.
+    `init` fills them: the `param_init_fn` of `consolidate_model`. The module's `path` seeds the random numbers.
     """
     before = {name: module._parameters[name] for name in names}
     for name in names:

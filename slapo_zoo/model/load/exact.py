@@ -190,7 +190,7 @@ class ExactModel(Unwrapped, nn.Module):
 
     @property
     def _slapo(self) -> Any:
-        """Raise SlapoError: functions that read this attribute of a model support one rank per process, not several."""
+        """Raise SlapoError: `_slapo` is the state of one rank's model, and this object has models of several ranks."""
         problem = "a function that works on one rank (an optimizer wrapper, a schedule, an engine) got a model with exact=,"
         problem += " whose process runs several ranks"
         raise SlapoError("ExactModel", "exact", problem, BUILT)
@@ -214,7 +214,9 @@ class ExactModel(Unwrapped, nn.Module):
         super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return (name, parameter) pairs of all virtual ranks here; within a loss_fn only of the rank that runs it."""
+        """Return (name, parameter) pairs of all virtual ranks of this process; within a loss_fn, which runs in the
+        thread of one virtual rank, only the pairs of that rank.
+        """
         own: Any = self._of(dist.get_rank()) if runs_a_rank() else super()
         return own.named_parameters(*args, **kwargs)
 
@@ -242,13 +244,12 @@ class ExactModel(Unwrapped, nn.Module):
         return joined(outputs, self._host, self.virtual, self._note_gradients)
 
     def close(self) -> None:
-        """End the threads of all models of `exact=` here, which then cannot run; a collective call of all processes."""
+        """End the threads of this and all other models of `exact=`, which then cannot run; a collective call."""
         close()
 
     def on_each_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function(model, ...)` in the thread of each virtual rank of this process; return the first rank's result.
-
-        An optimizer among the arguments is replaced by a copy that has the rank's parameters only.
+        """Call `function(model, *args, **kwargs)` in the thread of each virtual rank of this process; return the first
+        rank's result. An optimizer among the arguments is replaced by a copy that has the rank's parameters only.
         """
 
         def call(rank: int) -> Any:
@@ -358,9 +359,8 @@ class ExactModel(Unwrapped, nn.Module):
 
     @contextmanager
     def tracing(self) -> Iterator[ExactTrace]:
-        """Context that records every operation of steps and clipping; yields an ExactTrace, complete at its end.
-
-        Steps take many times as long. On every process the record contains the operations of all virtual ranks.
+        """Context that records every operation of forwards, steps and clipping; yields an ExactTrace, which is complete
+        at the end, on every process with the operations of all virtual ranks. Steps take many times as long.
         """
         found, self._tracing = ExactTrace(), {rank: [] for rank in self._host.ranks}
         try:

@@ -47,7 +47,7 @@ def joined(
 
 
 def computed(value: Any) -> Any:
-    """Return `value`, or a plain unsharded tensor for logits computed on demand or sharded over the vocabulary."""
+    """Return `value`; but logits computed on demand or sharded over the vocabulary as a plain unsharded tensor."""
     if isinstance(value, LogitsOnDemand):
         return value.tensor()
     return value.gathered() if isinstance(value, VocabLogits) else value

@@ -122,9 +122,9 @@ class ExactTrace:
         return cls({int(rank): [tuple(row) for row in rows] for rank, rows in found.items()})
 
     def first_difference(self, other: "ExactTrace") -> str:
-        """Return where the runs first differ, as text: virtual rank, row, operation and module; "" if nowhere.
-
-        Ranks wait for each other at collectives, so the smallest row over all ranks is the earliest.
+        """Return where the runs first differ, as text: virtual rank, row (index of the operation), operation and
+        module; "" if nowhere. Ranks wait for each other at collectives, so the smallest row over all ranks is the
+        earliest.
         """
         found = [
             (number, rank)

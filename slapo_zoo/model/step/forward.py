@@ -95,7 +95,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return `forward_of` for models on several tp or pp ranks: it warns, and torch.compile leaves it uncompiled."""
+    """Return `forward_of` for several tp or pp ranks, wrapped so that torch.compile warns and leaves it uncompiled."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 

@@ -51,8 +51,9 @@ def require_device(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _explain_media(model: Any, media: str, error: Exception) -> None:
-    """Raise InputError if `error` came from images, videos or sounds, the batch's entry `media`: they misfit the rows'
-    placeholder tokens, or their features are added to hidden states of all tokens, of which a tp rank has some.
+    """Raise InputError if `error` is about `media`, the batch's entry with images, videos or sounds: if these do not
+    match the placeholder tokens of the rows, or if the model adds their features to the hidden states of all tokens,
+    while a tp rank holds some of the tokens only.
     """
     if "tokens do not match" in str(error):
         problem = "the images (videos, sounds) do not fit the rows' placeholder tokens; a split batch needs equally many in each row"

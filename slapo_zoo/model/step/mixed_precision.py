@@ -110,7 +110,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[Tensor], mesh: Mesh) -> None:
-        """Divide `parameters`' gradients by the loss scale; if a rank has inf or nan, clear all and halve the scale."""
+        """Divide gradients of `parameters` by the loss scale; on inf or nan on a rank drop all and halve the scale."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]

@@ -22,7 +22,7 @@ class OwnLoss:
     Args:
         loss_fn: (output, batch) --> loss: the mean over the rows that it is given; if the step got `targets=`, the sum.
         divisor: number of micro-batches of all dp ranks; if the step got `targets=`, the total number of targets.
-        runtime: runtime state of the model.
+        runtime: state of the model: its schedule, plan and gradient hooks.
         cut: which tokens each cp rank computes; None without cp.
     """
 
@@ -55,7 +55,7 @@ class OwnLoss:
 
 
 def whole_output(output: Any) -> Any:
-    """Return the model's output with gathered (unsharded) logits."""
+    """Return a model's output, in which logits sharded over the vocabulary are replaced by all-gathered ones."""
     for name in list(output) if hasattr(output, "keys") else ():
         if isinstance(output[name], VocabLogits):
             output[name] = output[name].gathered()

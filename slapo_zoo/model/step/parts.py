@@ -63,10 +63,9 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Let users call modules that contain blocks (an encoder, a base model) outside the forward of `model`.
-
-    `blocks` are the paths of the repeated layers; with `blocks_too` users may call a single layer, too. Without
-    `blocks` no class changes: modules of a copied model, which may be called already, only get `model` as their model.
+    """Let users call modules that contain blocks (an encoder, a base model) outside the forward of `model`. `blocks`
+    are the paths of the repeated layers; with `blocks_too` users may call a single layer, too. Without `blocks`,
+    `model` is a copy, whose modules may be called already: they only get `model` as their model.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
@@ -80,8 +79,9 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} for the methods `get_..._features` of the class `cls`, e.g. `get_image_features`. A
-    wrapper runs its method as `called` runs a submodule: with weights cast, gradient hooks, seeded dropout masks.
+    """Return {name: wrapper} for the methods `get_..._features` of the class `cls` (`get_image_features`), which users
+    call alone, outside a forward of the model. A wrapper first casts weights, hooks gradients and chooses dropout
+    masks, as `called` does for a submodule.
     """
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -380,7 +380,7 @@ class LogitsKept:
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
-        """Return the output object with the loss and all logits; the last stage broadcasts it (`pipeline` None: no stages)."""
+        """Return the output object with `loss` and all logits; with a `pipeline` it is broadcast by the last stage."""
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()
         whole = {name: torch.cat([part[name] for part in parts]) for name in names}

@@ -51,10 +51,11 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
 
 def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any, Any]:
     """Put a scheduled model into an engine (DeepSpeed, Megatron, torch's DDP or FSDP2); return (engine, optimizer).
+    The engine is a TargetEngine: its `update(batch)` runs an optimizer step. For a Schedule it is the module.
 
     Args:
         sch: a model of AutoScheduledModel; or a Schedule, i.e. a module and the changes that shard it.
-        target: name of the engine; None means "torch".
+        target: "torch" (or None), "deepspeed" or "megatron".
         **kwargs: options of the engine.
     """
     kind = kwargs.get("data_parallel")
@@ -110,8 +111,8 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
 
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
-    """Return a model wrapped in the engine named `target`; under torch without `options` the model itself. `options`
-    are the value of `target_options=`.
+    """Return `model` in the engine named `target`, as a TargetEngine; under torch without `options` the model itself.
+    `options` are the value of `target_options=`.
     """
     if target in (None, "torch") and not options:
         return model

@@ -43,7 +43,7 @@ def deepspeed_engine(
     optimizer: Any = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Put a scheduled model into DeepSpeed's engine; return (engine, its optimizer).
+    """Put a scheduled model into a DeepSpeed engine; return (engine with `update(batch)` for a step, its optimizer).
 
     With pp > 1 the stages run in DeepSpeed's PipelineModule, tied weights as TiedLayerSpec.
 

@@ -22,7 +22,7 @@ from slapo_zoo.pipeline.stages import StageDone
 def pipeline_engine(
     deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return (engine, optimizer) for a model that DeepSpeed runs in pipeline stages.
+    """Return (engine with `update(batch)` for a step, optimizer) of a model that DeepSpeed runs in pipeline stages.
 
     Args:
         deepspeed: the module deepspeed.
@@ -88,8 +88,8 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the stage itself. `step`
-    is the state of the running step, which the stages read.
+    """Return DeepSpeed's PipelineModule of `model`, which has for every stage its tied weights and then the stage
+    itself as layers. `step` is the state of the running step, which the stages read.
     """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -149,7 +149,7 @@ class StageLayer(nn.Module):
         self.model, self.step = model, step
 
     def forward(self, received: Any) -> Any:
-        """Run the stage on the tensors received; return the tensors to send, or if last the loss times `loss_scale`.
+        """Run the stage on tensors received; return the tensors to send, or on the last stage the loss * `loss_scale`.
 
         `received` ends with the index of the micro-batch, since every stage has the inputs of all micro-batches.
         """
@@ -189,7 +189,7 @@ class _ZeroPipeline(Zero):
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run a whole step of `count` micro-batches; return its loss / (pp * dp), as the caller sums over these ranks.
+        """Run a step of `count` micro-batches; return the loss / (pp * dp), since the caller sums it over these ranks.
 
         `run`: (micro-batch, row indices) --> its share of the loss; `tensors`: entries of the batch to split by rows;
         `others`: entries that every micro-batch gets unsplit.

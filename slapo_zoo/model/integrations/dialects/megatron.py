@@ -28,7 +28,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 @register_dialect("runtime_engine", "megatron")
 def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple[Any, Any]:
-    """Run a scheduled model on Megatron's process groups; return (engine, optimizer).
+    """Run a scheduled model on Megatron's process groups; return (engine with `update(batch)` for a step, optimizer).
 
     All later collectives of the model use the groups of `megatron.core.parallel_state`, and its
     parameters get the attributes that Megatron's code reads (`mark_parameters`).

@@ -42,12 +42,12 @@ def torch_engine(
     clip: float = 0.0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Run a scheduled model under torch; return (engine, optimizer). For a Schedule `sch` return (module, optimizer).
+    """Run a scheduled model under torch; return (engine with `update(batch)` for an optimizer step, optimizer).
 
     Args:
-        sch: a model of AutoScheduledModel, or a Schedule: any module and the changes that shard it (`create_schedule`).
-        optimizer: torch optimizer; or a function parameters --> optimizer, which FSDP2 needs, since it
-            makes new parameters.
+        sch: a model of AutoScheduledModel; or a Schedule (of `create_schedule`): then its module, wrapped in DDP or
+            FSDP2 if chosen, is returned instead of an engine.
+        optimizer: torch optimizer or None; or a function parameters --> optimizer, as FSDP2 makes new parameters.
         data_parallel: None averages gradients by our own hooks, "ddp" by torch's DDP; "fsdp2" shards parameters,
             gradients and optimizer over dp as well. With pp > 1 "ddp" and "fsdp2" need one stage per rank.
         clip: largest global gradient norm of `update`; 0 does not clip.
@@ -138,18 +138,17 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _DdpStages(DataParallel):
-    """Data parallelism of a pipeline stage by DDP's reducer, without DDP's forward.
-
-    Micro-batches accumulate in `.grad`, which is averaged in the backward of the last one, as in
-    `torch.distributed.pipelining`.
+    """Data parallelism of a pipeline stage by DDP's reducer, without DDP's forward. Micro-batches accumulate in
+    `.grad`, which is averaged in the backward of the last one, as in `torch.distributed.pipelining`.
     """
 
     def __init__(self, native: Any, loss_scale: float):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run `step` (loss function, entries to split by rows, other entries, number of micro-batches); return the sum
-        of the losses on the last stage, 0 on others. DDP averages gradients in the last micro-batch's backward.
+        """Run forward and backward of all micro-batches; return the sum of their losses on the last stage, 0 on others.
+        `step` is loss function, entries of the batch to split by rows, other entries, number of micro-batches. DDP
+        averages gradients in the backward of the last micro-batch.
         """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         return pipeline_step(pipeline, *step, before_last=self._expect_gradients)
@@ -193,8 +192,9 @@ class _Fsdp2Stages(_Fsdp2):
         native.set_reshard_after_backward(False, recurse=False)
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run `step` (loss function, entries to split by rows, other entries, number of micro-batches); return the sum
-        of the losses on the last stage, 0 on others. Each backward reduce-scatters the gradients of its blocks.
+        """Run forward and backward of all micro-batches; return the sum of their losses on the last stage, 0 on others.
+        `step` is loss function, entries of the batch to split by rows, other entries, number of micro-batches. Each
+        backward reduce-scatters the gradients of its blocks.
         """
         try:
             return pipeline_step(pipeline, *step)

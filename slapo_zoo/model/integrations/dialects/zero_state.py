@@ -14,14 +14,14 @@ from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp}, or with `of` {name: of(parameter)}; a collective call."""
+    """Return {name: parameter gathered over dp}, or, given a function `of`, {name: of(parameter)}; a collective."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
 
 
 def whole_gradient(p: Any) -> Tensor:
-    """Return the unsharded gradient of the parameter `p`, gathered over dp (collective); zeros if `p` has none.
+    """Return the gradient of the parameter `p`, gathered over dp by a collective; zeros if `p` has none.
 
     A gradient exists between the backward and the optimizer step.
     """
@@ -101,9 +101,8 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate ZeRO's flat optimizer state as the first optimizer step would, and fill in the loaded values.
-
-        `base` is the torch optimizer inside ZeRO's, which holds that state.
+        """Allocate ZeRO's flat optimizer state as the first optimizer step would, and fill in the loaded values. `base`
+        is the torch optimizer inside ZeRO's, which holds that state.
         """
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
@@ -151,7 +150,7 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 def _set(p: Any, value: Tensor, key: str | None) -> None:
     """Set the entry `key`, e.g. "exp_avg", of the optimizer state of `p` from the unsharded `value`.
 
-    The key None is the fp32 copy of the parameter. DeepSpeed's own setter for ZeRO-3 refuses uneven sizes.
+    With `key` None set the fp32 copy of the parameter. DeepSpeed's own setter for ZeRO-3 refuses uneven sizes.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
