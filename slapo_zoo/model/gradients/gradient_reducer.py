@@ -74,7 +74,9 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register a hook on `p`, once, that sums its gradient over ranks, as the plan says for `name`; return p."""
+        """Register a hook on the parameter `p`, once, that sums its gradient over the ranks that the model's plan
+        (sharding and gradient sums of each tensor) lists for `name`; return p.
+        """
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad

@@ -83,8 +83,8 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
-        """Set this Trainer's names of inputs and labels, and `use_cache` in the config of each virtual rank's model, if
-        `model` was loaded with `exact=`. Do nothing for other models: Trainer has set these values itself.
+        """Set this Trainer's names of inputs and labels, and `use_cache` of each config, if `model` holds the models of
+        several virtual ranks (`exact=`). Do nothing for other models: Trainer has set these values itself.
         """
         if not is_exact(model):
             return
@@ -102,10 +102,9 @@ class ScheduledTrainer(Trainer):
         return self.model
 
     def get_tp_size(self) -> int:
-        """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches.
-
-        In evaluation return 1: transformers divides the number of targets (labels that count) by this number, and there
-        a rank counts only its own targets.
+        """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches. In
+        evaluation return 1: transformers divides the number of targets (labels that count) by this number, and there a
+        rank counts only its own targets.
         """
         mesh: Any = self._scheduled.mesh
         return 1 if self._evaluates else mesh.world_size // mesh.size("batch")
@@ -166,7 +165,6 @@ class ScheduledTrainer(Trainer):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return (loss, logits, labels) of an evaluation batch; the loss is the mean over the batch's own targets.
-
         Trainer's own method divides a loss of the user's own by the targets of all dp ranks' batches, with which
         `eval_loss`, a mean over batches, would depend on dp.
         """

@@ -126,9 +126,9 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
 
 
 def _refuse_short_batch(model: Any, args: Any, data: Any) -> None:
-    """Raise SlapoError if an epoch of `data` ends with a short batch, whose rows depend on the number of dp ranks.
-
-    `model` is loaded with `exact=`, `args` are TrainingArguments. Accelerate fills the batch up on several dp ranks only.
+    """Raise SlapoError if an epoch of `data` ends with a short batch, whose rows depend on the number of dp ranks:
+    Accelerate fills it up on several dp ranks only. `model` was loaded with `exact=`, to have the same bits on every
+    mesh; `args` are TrainingArguments.
     """
     if args is not None and isinstance(data, Sized) and model.virtual.dp > 1:
         rows = args.per_device_train_batch_size * model.mesh.dp
@@ -138,9 +138,8 @@ def _refuse_short_batch(model: Any, args: Any, data: Any) -> None:
 
 
 def _share_generations(mesh: Any, args: Any) -> None:
-    """Set `generation_batch_size` of a sampling trainer (GRPO) to the rows of all dp ranks, instead of all ranks.
-
-    Ranks that differ only in tp or pp read the same rows, so counting all ranks would take too many rows.
+    """Set `generation_batch_size` of a sampling trainer (GRPO) to the rows of all dp ranks, instead of all ranks. Ranks
+    that differ only in tp or pp read the same rows, so counting all ranks would take too many rows.
     """
     groups = getattr(args, "num_generations", None)
     alone = mesh.world_size == mesh.size("batch")

@@ -68,9 +68,8 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
 
 
 def virtual_mesh(real: Mesh, asked: Any) -> Mesh:
-    """Return the virtual mesh: the largest mesh, whose results are reproduced bit by bit on every smaller one.
-
-    Its sizes are those in `asked` (`exact=`); a dim not named there, or `asked=True`, keeps the size of `real`.
+    """Return the virtual mesh: the largest mesh, whose results are reproduced bit by bit on every smaller one. Its
+    sizes are those in `asked` (`exact=`); a dim not named there, or `asked=True`, keeps the size of `real`.
     """
     if asked is not True and not isinstance(asked, Mapping):
         problem = f'found {asked!r}, expected True, or sizes as in {{"tp": 4, "dp": 2}}'
@@ -112,9 +111,8 @@ def _check(options: LoaderOptions) -> None:
 
 
 def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
-    """Return the threads that run this process's ranks of the mesh `virtual`; the first call starts them.
-
-    `real` is the mesh of the processes. The threads live until `close` or the end of the process.
+    """Return the threads that run this process's ranks of the mesh `virtual`; the first call starts them. `real` is the
+    mesh of the processes. The threads live until `close` or the end of the process.
     """
     key = real, virtual
     if key in _HOSTS:
@@ -162,7 +160,7 @@ def _deterministic() -> Iterator[None]:
 
 
 class NotBuiltError(SlapoError, AttributeError):
-    """Error for an attribute that models of `exact=` lack and other scheduled models have; `hasattr` then gives False."""
+    """Error for an attribute that models of several virtual ranks (`exact=`) lack; `hasattr` then gives False."""
 
 
 class ExactModel(Unwrapped, nn.Module):
@@ -226,9 +224,8 @@ class ExactModel(Unwrapped, nn.Module):
         raise NotBuiltError("ExactModel", "copy.deepcopy", problem, hint)
 
     def forward(self, *args: Any, **batch: Any) -> Any:
-        """Return the model's own output for this process's rows; its tensors have gradients as usual.
-
-        A scalar, such as the loss, is the mean over the dp ranks that this process runs as threads.
+        """Return the model's own output for this process's rows; its tensors have gradients as usual. A scalar, such as
+        the loss, is the mean over the dp ranks that this process runs as threads.
         """
         names = list(inspect.signature(type(self.hosted[0]).forward).parameters)[1:]
         batch |= dict(zip(names, args, strict=False))

@@ -22,7 +22,8 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Exactness:
-    """Bitwise comparison of two trainings with `exact=`, on a mesh and in one process; `str()` gives a paragraph.
+    """Bitwise comparison of two trainings on the same virtual ranks (`exact=` of `from_pretrained`), which a mesh of
+    processes or one process runs; `str()` gives a paragraph.
 
     Args:
         sizes: sizes of tp, pp and dp.
@@ -73,15 +74,17 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
 
 def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
-    """Start the processes of mesh `real`, train in each the small model that `case` describes, with `exact=virtual`;
-    return process 0's digest per step, or if `traced` its ExactTrace. `knobs` are arguments of `from_pretrained`.
+    """Train the small model that `case` describes on new processes, one per rank of a mesh of sizes `real` (tp, pp,
+    dp), with `exact=` for the sizes `virtual`; return process 0's digest per step, or if `traced` its ExactTrace.
+    `knobs` are further arguments of `from_pretrained`.
     """
     return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
 
 
 def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
-    """Train the small model that `case` describes in this process of mesh `real`, with `exact=virtual`; return a digest
-    per step, or if `traced` an ExactTrace. `knobs` are further arguments of `from_pretrained`.
+    """Train the small model that `case` describes in this process of a mesh of sizes `real` (tp, pp, dp), with `exact=`
+    for the sizes `virtual`; return a digest per step, or if `traced` an ExactTrace. `knobs` are further arguments of
+    `from_pretrained`.
     """
     names = ("tp", "pp", "dp")
     model = AutoScheduledModel.from_pretrained(

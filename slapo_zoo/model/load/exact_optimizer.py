@@ -15,9 +15,8 @@ from slapo_zoo.model.gradients.optimizers import is_elementwise
 
 
 def narrowed(value: Any, model: nn.Module) -> Any:
-    """Return a copy of an optimizer `value` that has only the parameters of `model` and their state.
-
-    In a list or tuple each optimizer is replaced so; a `value` that is no optimizer is returned unchanged.
+    """Return a copy of an optimizer `value` that has only the parameters of `model` and their state. In a list or tuple
+    each optimizer is replaced by such a copy; a `value` that is no optimizer is returned unchanged.
     """
     if isinstance(value, list | tuple) and any(
         isinstance(one, torch.optim.Optimizer) for one in value

@@ -1,4 +1,5 @@
-"""Record of a step's operations on each virtual rank (a thread, see `exact=`), to find where two runs first differ.
+"""Record of a step's operations on each virtual rank, to find where two runs first differ. With `exact=` of
+`from_pretrained` a process runs several virtual ranks, one thread each.
 
 with model.tracing() as mine:
     model.train_step(batch); model.clip_grad_norm_(1.0)
@@ -23,7 +24,8 @@ Row = tuple[str, str, str]
 
 
 class Recorder(TorchDispatchMode):
-    """Mode that records each operation of this thread (of a virtual rank, see `exact=`), with a digest of its results.
+    """Mode that records each operation of this thread, with a digest of its results; with `exact=` of `from_pretrained`
+    a process runs several virtual ranks, one thread each.
 
     Args:
         model: the model of the virtual rank that this thread runs.
@@ -72,9 +74,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for each collective whose result is among `taken`, the tensors that the next operation reads.
-
-        A result is recorded only once, at the first operation that reads it.
+        """Add a row for each collective whose result is among `taken`, the tensors that the next operation reads. A
+        result is recorded only once, at the first operation that reads it.
         """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):
@@ -103,7 +104,8 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 @dataclass
 class ExactTrace:
-    """Recorded operations of all virtual ranks (threads, see `exact=`): rows (operation, module, digest of its results).
+    """Recorded operations of all virtual ranks, as rows (operation, module, digest of its results); with `exact=` of
+    `from_pretrained` a process runs several virtual ranks, one thread each.
 
     Args:
         rows: virtual rank --> the rows of its operations, in order.

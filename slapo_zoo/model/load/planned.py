@@ -1,4 +1,4 @@
-"""Complete the arguments of a loader call by those that a schedule card (a published schedule) recommends."""
+"""Complete the arguments of `from_pretrained` by those that a schedule card (a published schedule) recommends."""
 
 import dataclasses
 import functools

@@ -21,9 +21,8 @@ class SourceTokens(dict):
 
 
 class LateEncoder(nn.Module):
-    """Module that `generate` calls as the encoder of a pipelined model; it only passes the encoder's inputs on.
-
-    The real encoder runs again in every forward, because its stage may be on another rank.
+    """Module that `generate` calls as the encoder of a pipelined model; it only passes the encoder's inputs on. The
+    real encoder runs again in every forward, because its stage may be on another rank.
     """
 
     def forward(self, **kwargs: Any) -> SourceTokens:

@@ -27,7 +27,6 @@ from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, split_batch
 
 def cut_of_call(model: Any) -> TokenCut | None:
     """Return which tokens each cp rank computes in a call `model(...)` of the user's loop; None if each computes all.
-
     Tokens are sharded if a backward will follow; in evaluation and in a pipeline every rank computes all tokens.
     """
     follows = model.training and torch.is_grad_enabled() and model._slapo.pipeline is None

@@ -55,7 +55,7 @@ def no_loss(problem: str) -> SlapoError:
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
     """Return the number of micro-batches: `asked` by the user; if None, `runtime.micro_batches`; if that is None too, 1
-    without a pipeline, else a number that fits its order. MeshError if `rows` is no multiple of the number.
+    without a pipeline, else a number that fits the pipeline's order. MeshError if `rows` is no multiple of the number.
     """
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:

@@ -88,8 +88,8 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """Return DeepSpeed's PipelineModule of `model`, which has for every stage its tied weights and then the stage
-    itself as layers. `step` is the state of the running step, which the stages read.
+    """Return DeepSpeed's PipelineModule of `model`, with these layers for every stage: its tied weights, then the stage
+    itself. `step` is the state of the running step, which the stages read.
     """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology

@@ -92,8 +92,9 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 
 def _check_stages(model: Any, what: str) -> None:
-    """Raise MeshError if a rank has several pipeline stages: DDP and FSDP2 would reduce the gradient of a parameter
-    before its last backward. `what` is the user's option that chose DDP or FSDP2, for the error.
+    """Raise MeshError if a rank has several pipeline stages, since DDP and FSDP2 would reduce the gradient of a
+    parameter before the last backward that adds to it. `what` is the user's option that chose DDP or FSDP2, for the
+    error.
     """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp:

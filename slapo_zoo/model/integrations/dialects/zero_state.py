@@ -21,9 +21,8 @@ def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> d
 
 
 def whole_gradient(p: Any) -> Tensor:
-    """Return the gradient of the parameter `p`, gathered over dp by a collective; zeros if `p` has none.
-
-    A gradient exists between the backward and the optimizer step.
+    """Return the gradient of the parameter `p`, gathered over dp by a collective; zeros if `p` has none. A gradient
+    exists between the backward and the optimizer step.
     """
     from deepspeed.utils import safe_get_full_grad
 
@@ -148,9 +147,8 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """Set the entry `key`, e.g. "exp_avg", of the optimizer state of `p` from the unsharded `value`.
-
-    With `key` None set the fp32 copy of the parameter. DeepSpeed's own setter for ZeRO-3 refuses uneven sizes.
+    """Set the entry `key`, e.g. "exp_avg", of the optimizer state of `p` from the unsharded `value`. With `key` None
+    set the fp32 copy of the parameter. DeepSpeed's own setter for ZeRO-3 refuses uneven sizes.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
