@@ -8,6 +8,7 @@ dv. The table's gradient is a partial sum per head, batch row and block of queri
 # pyright: reportCallIssue=false, reportArgumentType=false
 # Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import contiguous, scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import (
+    cdiv,
+    contiguous,
+    power_of_2,
+    scaled_keep,
+    threshold_and_scale,
+)
 
 
 @triton.jit
@@ -247,9 +254,9 @@ def _key_kernel(
     _store(dv + own_k, j, T, stride, acc_v, HEAD, BLOCK_D)
 
 
-def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[str, Any]]]:
-    """Return (arguments that follow v in each Triton kernel of this file, {"forward", "query" (gradient of q) or "key"
-    (of k and v): compile-time constants of that kernel}) for q and k [B, S or T, H, D]. `given`, a
+def _options(q: Tensor, k: Tensor, given: Any, *kernels: str) -> tuple[Any, ...]:
+    """Return (arguments that follow v in each Triton kernel of this file, then for each name in `kernels`, "forward", "query"
+    (gradient of q) or "key" (of k and v), compile-time constants of that kernel) for q and k [B, S or T, H, D]. `given`, a
     `blocked_attention.Given`, has the bias table, masks, dropout seeds, scale, ... of the attention.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
@@ -265,12 +272,11 @@ def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[st
              "MASK": mask}  # fmt: skip
     flags["PRECISION"] = "ieee"
     plain = table is None and key_mask is None and mask == "none"
-    return (*tensors, *sizes), {
-        kernel: flags | tiles(kernel, D, table is not None, plain, mask)
-        for kernel in ("forward", "query", "key")
-    }
+    of = (flags | tiles(kernel, D, table is not None, plain, mask) for kernel in kernels)
+    return (*tensors, *sizes), *of
 
 
+@cache
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
     """Return the launch options with which a kernel spills no registers, found by `ci/bench.py launches`: {"BM": queries
     per tile, "BN": keys per tile, "HEAD": `head_size`, "BLOCK_D": power of 2 >= 16, "num_warps": ..., ...}.
@@ -282,7 +288,7 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
         plain: whether attention has no bias table, key mask or dropout.
         mask: kind of dropout mask: "none", "keep" (a tensor) or "seeds" (hashed within the tile).
     """
-    block = max(triton.next_power_of_2(head_size), 16)
+    block = max(power_of_2(head_size), 16)
     BM, BN, warps = 64, 32, 8
     if kernel == "query" and table:
         BM, warps = 32, 8 if block > 64 and mask != "none" else 4
@@ -305,9 +311,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor
     B, S, H, _ = q.shape
     out, log_sum = torch.empty_like(q), q.new_empty((B, H, S), dtype=torch.float32)
     if q.numel():
-        args, options = _options(q, k, given)
-        own = options["forward"]
-        grid = (B * H, triton.cdiv(S, own["BM"]))
+        args, own = _options(q, k, given, "forward")
+        grid = (B * H, cdiv(S, own["BM"]))
         _forward_kernel[grid](out, log_sum, q, k, v, *args, **own)
     return out, log_sum
 
@@ -323,18 +328,17 @@ def backward(
     make = torch.empty_like if S else torch.zeros_like  # without queries no kernel runs
     dq, dk, dv = torch.empty_like(q), make(k), make(v)
     delta = torch.empty_like(log_sum)
-    args, options = _options(q, k, given)
-    by_query, by_key, table = options["query"], options["key"], given.table
-    blocks, C = triton.cdiv(S, by_query["BM"]), 0 if table is None else table.shape[1]
+    (args, by_query, by_key), table = _options(q, k, given, "query", "key"), given.table
+    blocks, C = cdiv(S, by_query["BM"]), 0 if table is None else table.shape[1]
     partial = q.new_empty((B, H, blocks, C), dtype=torch.float32)
     if q.numel():
         given = (d_out, delta, log_sum, q, k, v, *args)
         sizes = {name: by_query[name] for name in ("HEAD", "BLOCK_D")}
         sizes |= {"BM": 4096 // sizes["BLOCK_D"], "num_warps": 4, "enable_fp_fusion": True}
-        grid = (B * H, triton.cdiv(S, sizes["BM"]))
+        grid = (B * H, cdiv(S, sizes["BM"]))
         _delta_kernel[grid](delta, out.contiguous(), d_out, S, H, **sizes)
-        classes_block = max(triton.next_power_of_2(C), 1)
+        classes_block = max(power_of_2(C), 1)
         _query_kernel[(B * H, blocks)](dq, partial, *given, **by_query, BLOCK_C=classes_block)
-        _key_kernel[(B * H, triton.cdiv(T, by_key["BN"]))](dk, dv, *given, **by_key)
+        _key_kernel[(B * H, cdiv(T, by_key["BN"]))](dk, dv, *given, **by_key)
     d_table = q.new_empty((0, 0)) if table is None else partial.sum((0, 2)).to(table.dtype)
     return dq, dk, dv, d_table

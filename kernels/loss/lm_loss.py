@@ -23,7 +23,8 @@ from slapo_zoo.parallel.local_tensors import require_indices
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.placement import Placement
 
-ROWS = 1024  # rows of a gradient that are in fp32 at a time
+ROWS = 1024  # rows of a gradient that a CPU holds in fp32 at a time
+ELEMENTS = 1 << 25  # the same on a GPU, where each piece takes four launches
 
 
 def lm_loss(
@@ -155,7 +156,8 @@ def _scaled(t: Tensor, d: Tensor) -> Tensor:
     if is_traced or not t.numel():
         return (t.to(d.dtype) * d).to(t.dtype)
     out = torch.empty_like(t)
-    for part, piece in zip(out.split(ROWS), t.split(ROWS), strict=True):  # few rows in fp32 at once
+    rows = max(ELEMENTS // max(t[0].numel(), 1), 1) if t.is_cuda else ROWS
+    for part, piece in zip(out.split(rows), t.split(rows), strict=True):  # few rows in fp32 at once
         part.copy_(piece.to(d.dtype).mul_(d))
     return out
 
@@ -260,7 +262,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype)
         return products.mm(a, b)
     if wide == a.dtype:
         return products.add_mm_(total, a, b)
-    return total.to(wide).add_(a @ b)
+    return total.to(wide).add_(products.mm(a, b))
 
 
 def _loss_and_gradient_(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slapo_zoo.dispatch import gpu_matmul
+
 LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than it saves
 NARROW = 8  # smallest size; below it the product is bound by memory
 LARGE = 1 << 24  # elements; larger operands are copied piece by piece
@@ -46,13 +48,15 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
             return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a
         return _onednn(a, b, bias)
+    if bias is None and gpu_matmul.suits(a, b):
+        return gpu_matmul.mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b into `out` [M, N] without a temporary of that size, and return `out`."""
     if not suits(a, b):
-        return torch.mm(a, b, out=out)
+        return gpu_matmul.mm_into(out, a, b) if gpu_matmul.suits(a, b) else torch.mm(a, b, out=out)
     if b.is_contiguous():  # slices of its columns would not be contiguous
         for part in _blocks(a.shape[0], b.shape[1]):
             out[part] = _onednn(a[part], b)

@@ -38,3 +38,12 @@ def refuse_transform() -> None:
         problem = "collectives and gradient hooks of a model on several ranks do not run within grad, vmap, jvp, ..."
         hint = "take gradients by loss.backward(), for each sample by a backward of its own; or use one process"
         raise SlapoError("forward", "a transform of torch.func", problem, hint)
+
+
+def runs_at_once() -> bool:
+    """Return whether a call of torch is only computed: no compiler or torch.func transform traces it, and no mode sees it."""
+    if torch.compiler.is_compiling():
+        return False
+    c: Any = torch._C
+    seen = c._len_torch_dispatch_stack() or c._is_torch_function_mode_enabled()
+    return not (seen or c._functorch.peek_interpreter_stack())

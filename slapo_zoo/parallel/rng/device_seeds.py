@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from slapo_zoo.parallel.once import runs_at_once
+
 NAMESPACE = "slapo_zoo"
 MASK = (1 << 64) - 1
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -191,7 +193,9 @@ class DeviceSeeds:
         module's path, `count` the rows of its input (a multiple of the micro-batch's), `heads` global head indices.
         """
         step, first_row, num_rows = position
-        if detect_fake_mode() is not None:  # a dry run: do not cache fake tensors
+        if (
+            not runs_at_once() and detect_fake_mode() is not None
+        ):  # a dry run: do not cache fake tensors
             self = DeviceSeeds()
         if len(self.plans) > PLANS:
             self.plans.clear()
