@@ -38,6 +38,7 @@ class Calls:
         divided_parameters: True if an engine (FSDP2) trains parameters of its own, so that our gradient hooks on the
             model's parameters never run.
         named: (name, parameter) pairs of the trained leaf parameters; tensors of `functional_call` are left out.
+        known: (name, parameter) pairs of all leaf parameters that were noted in `of_models`.
         outside: state of the forward (padding, sharded tokens) that was active before the running backward, to restore
             afterwards; None if no backward runs.
         count: number of training calls in the user's own loop (without `train_step`).
@@ -50,6 +51,7 @@ class Calls:
         step_guard.watch_steps()
         self.divided_parameters, self.count = False, 0
         self.named: list[tuple[str, nn.Parameter]] = []
+        self.known: list[tuple[str, nn.Parameter]] = []
         self.trained: list[int] = []
         self.task = -1
         self.outside: tuple[ForwardContext, Any] | None = None
@@ -61,21 +63,23 @@ class Calls:
         new.divided_parameters = self.divided_parameters
         return new
 
-    def prepare(self, model: Any, own_loop: bool = False) -> None:
+    def prepare(self, model: Any, own_loop: bool = False) -> list[tuple[str, nn.Parameter]]:
         """Register gradient hooks on parameters of the model that have none: at the load, and before each forward with
-        grad. `own_loop` is True if the user's own loop will run the backward, not `train_step`.
+        grad. `own_loop` is True if the user's own loop will run the backward, not `train_step`. Return all (name, parameter).
         """
         if torch._C._current_graph_task_id() < 0:  # none runs now: drop a failed one
             self.abandon()
         self.task = -1
         every = list(model.named_parameters())
-        of_models.note(self.runtime, every)
+        if [(name, id(p)) for name, p in every] != [(name, id(p)) for name, p in self.known]:
+            of_models.note(self.runtime, every)
+            self.known = [(name, p) for name, p in every if p.is_leaf]
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
             problem = f"with FSDP2, which shards parameters itself, only train_step sums {min(partial)}.grad over tp"
             raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
-            return
+            return every
         trained = [(name, p) for name, p in every if p.requires_grad]
         self.named = [(name, p) for name, p in trained if p.is_leaf]
         if self.mesh.world_size > 1:
@@ -87,6 +91,7 @@ class Calls:
                 self.trained = [id(p) for _, p in trained]
             self.reducer.attach((n, p) for n, p in every if self.reducer.over_dp or n in partial)
         take_over(self.reducer, self.named)
+        return every
 
     def _partial(self) -> set[str]:
         """Return the names of all parameters whose gradients tp ranks sum, always or only with sequence parallelism."""

@@ -134,6 +134,8 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
 
     The ranks of these stages all-reduce three numbers per weight, on `device`.
     """
+    if runtime.schedule.mesh.pp == 1:
+        return
     named = dict(runtime.schedule.model.named_parameters())
     for one, names in runtime.plan.sums_of(named, TIED).items():
         held = [_tie_state(named[name]).to(device) for name in names]

@@ -320,8 +320,7 @@ def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Param
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
         step_checks.agree_on_frozen_ties(runtime, device)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    runtime.calls.prepare(model)
+    parameters = {name: p for name, p in runtime.calls.prepare(model) if p.requires_grad}
     if type(runtime.data_parallel) is DataParallel:  # engines handle such hooks themselves
         step_checks.require_whole_step(model.mesh, parameters, count)
     return parameters
