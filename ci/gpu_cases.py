@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,8 @@ MISSING = (
     "xformers",
     "flash_attn",
 )
-TIMED = ("kernels", "steps", "load")
+TIMED = ("kernels", "steps", "load", "compiled")
+ON_CPU = ("short_attention", "linear")  # kernels without Triton code
 FIRST = (
     "t5_attention", "local_causal_attention", "linear_cross_entropy", "sparse_mlm_head_loss",
     "bias_dropout_residual_layer_norm", "geglu", "rms_norm", "swiglu",
@@ -51,15 +51,17 @@ def names(fake: bool) -> list[str]:
     kernels = fake_kernels() if fake else [*FIRST, *(n for n in SHAPES if n not in FIRST)]
     families = [*FAMILIES][:2] if fake else [*FAMILIES]
     found = ["env:device", *(f"compile:{chip}" for chip in ([] if fake else [_chip()]))]
-    found += [f"correct:{name}" for name in kernels if load_kernels()[name].inputs is not None]
+    found += [
+        f"correct:{name}" for name in kernels if name not in ON_CPU and load_kernels()[name].inputs
+    ]
     found += [case for case in gpu_ranks.CASES if case.startswith(("masks", "ranks"))]
     found += gpu_training.names(fake)
     drops = [f"{family}:{drop}" for family in families for drop in ("default", "0")]
     timed = [f"kernels:{name}" for name in kernels] + [
         f"steps:{what}" for what in (drops[:1] if fake else drops)
     ]
-    found += [] if fake else [f"warm:{case}" for case in timed]
-    return [*found, *timed, "load:files", "pictures:all"]
+    compiled = [] if fake else [f"compiled:{family}" for family in families]
+    return [*found, *timed, "load:files", *compiled, "pictures:all"]
 
 
 def _chip() -> str:
@@ -143,7 +145,8 @@ def correct(name: str, out: Path, fake: bool) -> dict[str, Any]:
         worst[dtype] = 0.0
         for shape in kernel.shapes[:1] if fake else kernel.shapes:
             torch.manual_seed(0)
-            given = kernel.inputs(*shape, device=device())
+            given = {k: v.to(getattr(torch, dtype)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+                     for k, v in kernel.inputs(*shape, device=device()).items()}  # fmt: skip
             wanted = _with_gradients(kernel.reference, given, torch.float64)
             with force("triton"):
                 found = _with_gradients(kernel.entry, given, getattr(torch, dtype))
@@ -166,8 +169,10 @@ def _with_gradients(function: Any, given: dict[str, Any], dtype: torch.dtype) ->
     out = function(**cast)
     out = out[0] if isinstance(out, tuple) else out
     leaves = [v for v in cast.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-    gradients = torch.autograd.grad(out.double().sum(), leaves, allow_unused=True)
-    return [out.detach(), *(g for g in gradients if g is not None)]
+    gradients = torch.autograd.grad(
+        out.double().sum(), leaves, materialize_grads=True, allow_unused=True
+    )
+    return [out.detach(), *gradients]
 
 
 def kernels(what: str, out: Path, fake: bool) -> dict[str, Any]:
@@ -179,14 +184,16 @@ def kernels(what: str, out: Path, fake: bool) -> dict[str, Any]:
     from slapo_zoo.dispatch.kernel_registry import load_kernels
 
     load_kernels()
-    shapes = [KERNEL_TINY[what]] if fake else benchmark.SHAPES[what][1:]
+    shapes = (
+        [KERNEL_TINY[what]] if fake else benchmark.SHAPES[what][1:] + benchmark.WIDE.get(what, [])
+    )
     if fake:
         benchmark.REPEATS, benchmark.SECONDS = 3, 0.1
     rows, errors = [], {}
     for shape in shapes:
         for dtype in (torch.float32,) if fake else (torch.bfloat16, torch.float32):
             try:
-                rows.append(benchmark.measure(what, shape, dtype, device(), compile=not fake))
+                rows.append(benchmark.measure(what, shape, dtype, device(), compile=False))
             except Exception as error:
                 errors[f"{shape} {dtype}"] = f"{type(error).__name__}: {str(error)[-500:]}"
     if not rows:
@@ -196,25 +203,11 @@ def kernels(what: str, out: Path, fake: bool) -> dict[str, Any]:
     return {"rows": rows, "errors": errors}
 
 
-def warm(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Compile all that the timed case `what` compiles, so that this case finds it in the caches; keep no timings."""
-    from slapo_zoo.dispatch import benchmark
-
-    benchmark.REPEATS = 1
-    stage, _, rest = what.partition(":")
-    with tempfile.TemporaryDirectory() as scratch:
-        if stage == "kernels":
-            kernels(rest, Path(scratch), fake)
-        else:
-            steps(rest, Path(scratch), fake, times=1)
-    return {"warm": 1}
-
-
 KERNEL_TINY: dict[str, tuple] = {"rms_norm": (4, 16), "geglu": (1, 4, 16)}
 
 
-def steps(what: str, out: Path, fake: bool, times: int = 10) -> dict[str, Any]:
-    """Measure whole steps with AdamW: plain transformers, compiled, and ours; `what` is "CLASS:DROPOUT".
+def steps(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Measure whole steps with AdamW in bf16: plain transformers, ours without kernels, ours; `what` is "CLASS:DROPOUT".
 
     Return milliseconds and peak bytes of each.
     """
@@ -223,8 +216,8 @@ def steps(what: str, out: Path, fake: bool, times: int = 10) -> dict[str, Any]:
     config = config_of(family, fake, dropout)
     batch = batch_of(config, 2 if fake else 16, tokens, padded="Bert" in family)
     found: dict[str, Any] = {}
-    for kind in ("plain", "ours") if fake else ("plain", "compiled", "ours"):
-        seconds, memory = _step(kind, family, config, batch, 1 if fake else times)
+    for kind in ("plain", "ours") if fake else ("plain", "reference", "ours"):
+        seconds, memory = _step(kind, family, config, batch, 1 if fake else 10)
         found |= {f"{kind} ms": 1e3 * seconds, f"{kind} bytes": memory}
     return found
 
@@ -237,9 +230,11 @@ def _step(
     from slapo_zoo import AutoScheduledModel
 
     torch.manual_seed(0)
-    if kind == "ours":
+    is_ours = kind in ("ours", "reference")
+    if is_ours:
+        kernels = "auto" if kind == "ours" else "reference"
         model: Any = AutoScheduledModel.from_config(
-            config, seed=0, dtype=torch.bfloat16, device=device()
+            config, seed=0, dtype=torch.bfloat16, device=device(), kernels=kernels
         )
     else:
         model = getattr(transformers, family)(config).to(device(), torch.bfloat16)
@@ -249,7 +244,7 @@ def _step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
     def run() -> None:
-        model.train_step(batch) if kind == "ours" else called(**batch).loss.backward()
+        model.train_step(batch) if is_ours else called(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -258,6 +253,15 @@ def _step(
     seconds = median_seconds(run, times)
     memory = torch.cuda.max_memory_allocated() if fused else 0
     return seconds, memory
+
+
+def compiled(family: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Measure whole steps of plain transformers under torch.compile, without dropout; return milliseconds and peak bytes."""
+    config = config_of(family, fake, "0")
+    seconds, memory = _step(
+        "compiled", family, config, batch_of(config, 16, 512, padded="Bert" in family), 10
+    )
+    return {"compiled ms": 1e3 * seconds, "compiled bytes": memory}
 
 
 def pictures(what: str, out: Path, fake: bool) -> dict[str, Any]:
@@ -290,7 +294,7 @@ def pictures(what: str, out: Path, fake: bool) -> dict[str, Any]:
 RUN: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
     "env": env, "compile": compile_, "correct": correct, "kernels": kernels,
     "steps": steps, "masks": gpu_ranks.masks, "ranks": gpu_ranks.ranks, "load": gpu_ranks.load,
-    "families": gpu_training.families, "loops": gpu_training.loops, "warm": warm, "pictures": pictures,
+    "families": gpu_training.families, "loops": gpu_training.loops, "compiled": compiled, "pictures": pictures,
 }  # fmt: skip
 
 

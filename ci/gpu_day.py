@@ -28,9 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "ci" / "gpu_cases.py"
 EXPECTED = {"env": 20, "compile": 60, "correct": 30, "masks": 20, "families": 30, "loops": 30, "ranks": 60,
-            "warm": 60, "kernels": 20, "steps": 45, "load": 40, "pictures": 20}  # fmt: skip
+            "kernels": 20, "steps": 45, "load": 40, "compiled": 90, "pictures": 20}  # fmt: skip
 STAGES = tuple(EXPECTED)
-TIMED = ("kernels", "steps", "load")  # stages whose cases take turns on the device
+TIMED = ("kernels", "steps", "load", "compiled")  # stages whose cases take turns on the device
 TRIES = 2  # tries of a case that fails
 LINES = 60  # lines of the table that is printed last
 
@@ -52,7 +52,7 @@ class Day:
         workers: number of checks that run at the same time.
     """
 
-    def __init__(self, out: Path, resume: Path | None, fake: bool, budget: float, workers: int):
+    def __init__(self, out: Path, resume: Path | None, fake: bool, budget: float, workers: int = 1):
         self.out, self.fake, self.budget, self.begin = out, fake, budget, time.monotonic()
         self.workers, self.writes = workers, threading.Lock()
         out.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,8 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
     layout = LAYOUTS[what]
     nprocs = math.prod(layout.get(mesh_dim, 1) for mesh_dim in ("tp", "pp", "dp", "cp"))
+    if layout.get("pp", 1) > 1 and 0 < torch.cuda.device_count() < nprocs:
+        return _refused(nprocs, layout)
     wanted = train({})
     # nccl if every rank has a device of its own; else gloo, which carries CUDA tensors
     each = run_local(train, nprocs, (layout,), timeout=100, start="spawn", threads=1)
@@ -74,6 +76,20 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     if not max(found) <= CLOSE:
         raise RuntimeError(f"{what}: losses {each} for {wanted}")
     return {"error": max(found)}
+
+
+def _refused(nprocs: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the error of pipeline stages that share a GPU, whose tensors gloo cannot send; RuntimeError without one."""
+    from slapo_zoo.errors import RankError
+    from slapo_zoo.parallel.ranks.launch import run_local
+
+    try:
+        run_local(train, nprocs, (layout,), timeout=100, start="spawn", threads=1)
+    except RankError as error:
+        if "from stage to stage" in str(error):
+            return {"refused": str(error)}
+        raise
+    raise RuntimeError("stages that share a GPU were not refused")
 
 
 def train(layout: dict[str, Any]) -> list[float]:

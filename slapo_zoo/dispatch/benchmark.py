@@ -31,6 +31,7 @@ from slapo_zoo.dispatch.tables import (
 GAIN = 1.02  # least speed-up in some row for a kernel to become a default
 REPEATS, SECONDS = 15, 1.5
 FLUSH = 256 << 20  # bytes written between two runs on a GPU, more than its L2
+AHEAD = 40  # such writes before a run: the host has launched the run before the GPU begins with it
 # kernel -> shapes for its `inputs`, as in the models it serves; the first is for quick runs
 SHAPES: dict[str, list[tuple]] = {
     "bias_gelu": [(512, 1024), (2048, 3072, "tanh"), (8192, 4096, "tanh"), (2048, 3072), (8192, 4096)],
@@ -51,6 +52,11 @@ SHAPES: dict[str, list[tuple]] = {
     "linear": [(256, 256, 256), (1024, 768, 3072), (8192, 1024, 1024), (1024, 3072, 768), (8192, 1024, 4096), (256, 768, 768)],
     "short_attention": [(1, 4, 128, 64, False), (4, 12, 197, 64, False), (16, 12, 197, 64, False), (4, 12, 512, 64, True), (16, 12, 512, 64, True), (2, 12, 512, 64, False)],
     "batch_norm_relu_add": [(2, 64, 16, 16), (8, 256, 28, 28), (64, 256, 56, 56)],
+}  # fmt: skip
+# further shapes on a GPU: widths of models of billions of parameters
+WIDE: dict[str, list[tuple]] = {
+    "bias_gelu": [(8192, 16384, "tanh")], "geglu": [(8, 1024, 10240)], "swiglu": [(8192, 11008)],
+    "layer_norm": [(8192, 4096)], "rms_norm": [(8192, 4096)], "bias_dropout_residual_layer_norm": [(8, 1024, 4096)],
 }  # fmt: skip
 SAME_ON_CPU = ("bias_relu", "layer_norm", "embedding_layer_norm")  # torch's own operations there
 NO_LIGER = "no such kernel in Liger, or no Liger"
@@ -115,12 +121,25 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
         run()
         return 1e3 * (clock() - begin)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    waste.zero_()  # no operand is in the cache
+    for _ in range(AHEAD):
+        waste.zero_()  # and no operand is in the cache
     begin.record()
     run()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end)
+
+
+def host_time(run: Callable[[], None]) -> float:
+    """Return the median milliseconds that the host takes to launch `run` on an idle GPU."""
+    found = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        found.append(1e3 * (time.perf_counter() - begin))
+    torch.cuda.synchronize()
+    return sorted(found)[len(found) // 2]
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
@@ -153,12 +172,14 @@ def measure(
 
     Return a dict: "p20 ms", "p50 ms", "p80 ms" --> milliseconds of the kernel; "<alternative> / ours" --> ratio of
     median times, or why the alternative cannot run; "what" (kernel), "shape", "dtype", "bucket" (kernel:dtype:width).
+    On a GPU these are times of the device; "host ours ms" and "host eager ms" --> milliseconds that launches take the host.
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
         found = alternatives(name, given, device, compile)
         steps: Any = {k: v for k, v in found.items() if callable(v)}
         times = timed(steps, device)
+        host = {k: host_time(steps[k]) for k in ("ours", "eager")} if device == "cuda" else {}
     ours = times["ours"]
     p20, p50, p80 = (ours[int(q * (len(ours) - 1))] for q in (0.2, 0.5, 0.8))
     row: dict[str, Any] = {"what": name, "shape": "x".join(map(str, shape)), "dtype": str(dtype)[6:],
@@ -166,6 +187,7 @@ def measure(
     for other in OTHERS:
         middle = times[other][(len(times[other]) - 1) // 2] if other in times else None
         row[f"{other} / ours"] = found[other] if middle is None else middle / p50
+    row |= {f"host {name} ms": taken for name, taken in host.items()}
     first = next(t for t in given.values() if isinstance(t, Tensor) and t.is_floating_point())
     return row | {"bucket": bucket(name, first)}
 
@@ -175,18 +197,26 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
     `rows` are results of `measure`. A bucket (kernel:dtype:last axis rounded up to a power of two) gets `path` ("ours"
     or "triton": the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any
-    measurement, and one was at least 2 % slower in some. torch.compile is not compared: models run uncompiled.
+    measurement, and one was at least 2 % slower in some. torch.compile is not compared: models run uncompiled. No bucket
+    gets it in which the kernel's launches take the host longer than the eager ones, and longer than the GPU computes.
     """
     ratios: dict[str, list[float]] = {}
+    late = {row["bucket"] for row in rows if _host_is_late(row)}
     for row in rows:
         found = [row.get(f"{other} / ours") for other in ("eager", "expert", "liger")]
         found = [ratio for ratio in found if isinstance(ratio, float)]
         ratios.setdefault(row["bucket"], []).extend(found)
     least = {key: round(min(found), 3) for key, found in ratios.items() if found}
     good = {
-        key for key, found in ratios.items() if found and min(found) >= KEPT and max(found) >= GAIN
-    }
+        key for key, found in ratios.items()
+        if found and min(found) >= KEPT and max(found) >= GAIN and key not in late
+    }  # fmt: skip
     return {key: path if key in good else "torch" for key in ratios}, least
+
+
+def _host_is_late(row: dict[str, Any]) -> bool:
+    host = row.get("host ours ms")
+    return host is not None and host > max(row["p50 ms"], row["host eager ms"] / KEPT)
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
@@ -229,7 +259,8 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):
             continue
-        for shape in shapes[:1] if quick else shapes[1 :: 1 if device == "cuda" else 2]:
+        asked = shapes[1::2] if device == "cpu" else shapes[1:] + WIDE.get(name, [])
+        for shape in shapes[:1] if quick else asked:
             found += [(name, shape, dtype) for dtype in (torch.float32, torch.bfloat16)]
     return found
 

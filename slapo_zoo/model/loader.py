@@ -43,6 +43,7 @@ from slapo_zoo.weights.snapshot import read_by_all
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.argument_values import (
     changed_config,
+    check_shared_gpu,
     checkpoint_dtype,
     local_folder,
     make_mesh,
@@ -252,6 +253,7 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
         check_knobs(step, options)
         options = replace(options, device=pick_device(options.device))
         check_precision(options.precision, options.dtype, options.place, options.target)
+        check_shared_gpu(step, mesh, options.place)
         asked = options.target, options.target_options, options.zero_stage
         check_dp_shard(mesh, options.dp_shard, *asked)
         yield mesh, check_cp(step, mesh, options)

@@ -124,6 +124,15 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return torch.empty(0, device="cuda").device if takes_gpu else torch.device("cpu")
 
 
+def check_shared_gpu(step: str, mesh: Mesh, device: str | torch.device) -> None:
+    """Raise MeshError if pipeline stages are on GPUs and their process group is gloo, which cannot send CUDA tensors."""
+    on_gpu = torch.device(device).type == "cuda"
+    if mesh.pp > 1 and on_gpu and dist.is_initialized() and not is_for_gpus():
+        problem = f"found device={str(device)!r} with gloo, which cannot send CUDA tensors from stage to stage"
+        hint = 'give each rank a GPU of its own (then nccl is used), or pass device="cpu" or pp=1'
+        raise MeshError(step, f"pp={mesh.pp}", problem, hint)
+
+
 def _use_own_gpu() -> None:
     """Make this rank's GPU the current CUDA device, which init_process_group("nccl") does not: the GPU that the process
     group is bound to or, if there is none and CUDA was not used yet, GPU number LOCAL_RANK.
