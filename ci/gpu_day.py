@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "ci" / "gpu_cases.py"
 EXPECTED = {"env": 20, "compile": 60, "correct": 30, "masks": 20, "families": 30, "loops": 30, "ranks": 60,
-            "kernels": 20, "steps": 45, "load": 40, "compiled": 90, "pictures": 20}  # fmt: skip
+            "warm": 60, "kernels": 20, "steps": 45, "load": 40, "compiled": 90, "pictures": 20}  # fmt: skip
 STAGES = tuple(EXPECTED)
 TIMED = ("kernels", "steps", "load", "compiled")  # stages whose cases take turns on the device
 TRIES = 2  # tries of a case that fails

@@ -8,13 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import (
-    cdiv,
-    contiguous,
-    mask_of_tile,
-    mask_options,
-    power_of_2,
-)
+from slapo_zoo.kernels.dropout_triton import contiguous, mask_of_tile, mask_options
 
 BLOCK_M, BLOCK_N = 4, 512  # 16 elements per thread: four 16-byte loads in bf16
 STRIPS = 64  # row strips of the backward; each has a partial sum of the bias gradient
@@ -102,7 +96,7 @@ def _options(x: Tensor, bias, up, keep, seeds, p: float, kind: str) -> tuple[tup
     M, N = x.shape
     mask, sizes = mask_options(M, keep, seeds, p)
     flags = {"KIND": kind, "BIAS": bias is not None, "UP": up is not None, "MASK": mask}
-    blocks = {"BLOCK_M": BLOCK_M, "BLOCK_N": min(BLOCK_N, power_of_2(N))}
+    blocks = {"BLOCK_M": BLOCK_M, "BLOCK_N": min(BLOCK_N, 1 << (N - 1).bit_length())}
     return (M, N, *sizes), flags | blocks | {
         "num_warps": 4,
         "enable_fp_fusion": True,
@@ -125,7 +119,7 @@ def forward(
     y = torch.empty_like(x)
     if y.numel():
         sizes, options = _options(x, bias, up, keep, seeds, p, kind)
-        grid = (cdiv(sizes[0], BLOCK_M), cdiv(sizes[1], options["BLOCK_N"]))
+        grid = (-(-sizes[0] // BLOCK_M), -(-sizes[1] // options["BLOCK_N"]))
         _forward_kernel[grid](y, x, bias, up, keep, seeds, *sizes, **options)
     return y
 
@@ -146,12 +140,12 @@ def backward(
     dy, x, bias, up, keep = contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)
     dup = x.new_empty(0, x.shape[-1]) if up is None else torch.empty_like(up)
-    strips = min(STRIPS, cdiv(len(x), BLOCK_M))
+    strips = min(STRIPS, -(-len(x) // BLOCK_M))
     partial = x.new_empty((strips, x.shape[-1] if bias is not None else 0), dtype=torch.float32)
     if x.numel():
         sizes, options = _options(x, bias, up, keep, seeds, p, kind)
-        rows = cdiv(sizes[0], strips)
-        grid = (strips, cdiv(sizes[1], options["BLOCK_N"]))
+        rows = -(-sizes[0] // strips)
+        grid = (strips, -(-sizes[1] // options["BLOCK_N"]))
         args = (dx, dup, partial, dy, x, bias, up, keep, seeds)
         _backward_kernel[grid](*args, *sizes, rows, **options)
     dbias = partial.sum(0).to(x.dtype if bias is None else bias.dtype)

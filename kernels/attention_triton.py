@@ -16,13 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import (
-    cdiv,
-    contiguous,
-    power_of_2,
-    scaled_keep,
-    threshold_and_scale,
-)
+from slapo_zoo.kernels.dropout_triton import contiguous, scaled_keep, threshold_and_scale
 
 
 @triton.jit
@@ -288,7 +282,7 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
         plain: whether attention has no bias table, key mask or dropout.
         mask: kind of dropout mask: "none", "keep" (a tensor) or "seeds" (hashed within the tile).
     """
-    block = max(power_of_2(head_size), 16)
+    block = max(1 << (head_size - 1).bit_length(), 16)
     BM, BN, warps = 64, 32, 8
     if kernel == "query" and table:
         BM, warps = 32, 8 if block > 64 and mask != "none" else 4
@@ -312,7 +306,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor
     out, log_sum = torch.empty_like(q), q.new_empty((B, H, S), dtype=torch.float32)
     if q.numel():
         args, own = _options(q, k, given, "forward")
-        grid = (B * H, cdiv(S, own["BM"]))
+        grid = (B * H, -(-S // own["BM"]))
         _forward_kernel[grid](out, log_sum, q, k, v, *args, **own)
     return out, log_sum
 
@@ -329,16 +323,16 @@ def backward(
     dq, dk, dv = torch.empty_like(q), make(k), make(v)
     delta = torch.empty_like(log_sum)
     (args, by_query, by_key), table = _options(q, k, given, "query", "key"), given.table
-    blocks, C = cdiv(S, by_query["BM"]), 0 if table is None else table.shape[1]
+    blocks, C = -(-S // by_query["BM"]), 0 if table is None else table.shape[1]
     partial = q.new_empty((B, H, blocks, C), dtype=torch.float32)
     if q.numel():
         given = (d_out, delta, log_sum, q, k, v, *args)
         sizes = {name: by_query[name] for name in ("HEAD", "BLOCK_D")}
         sizes |= {"BM": 4096 // sizes["BLOCK_D"], "num_warps": 4, "enable_fp_fusion": True}
-        grid = (B * H, cdiv(S, sizes["BM"]))
+        grid = (B * H, -(-S // sizes["BM"]))
         _delta_kernel[grid](delta, out.contiguous(), d_out, S, H, **sizes)
-        classes_block = max(power_of_2(C), 1)
+        classes_block = 1 << max(C - 1, 0).bit_length()
         _query_kernel[(B * H, blocks)](dq, partial, *given, **by_query, BLOCK_C=classes_block)
-        _key_kernel[(B * H, cdiv(T, by_key["BN"]))](dk, dv, *given, **by_key)
+        _key_kernel[(B * H, -(-T // by_key["BN"]))](dk, dv, *given, **by_key)
     d_table = q.new_empty((0, 0)) if table is None else partial.sum((0, 2)).to(table.dtype)
     return dq, dk, dv, d_table

@@ -56,7 +56,7 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
     target = _targets(N, V, like.get("device"))
     x, weight, bias = torch.randn(N, H, **like), torch.randn(V, H, **like), torch.randn(V, **like)
     return {"x": x, "weight": weight / 4, "target": target, "bias": bias, "label_smoothing": 0.1,
-            "num_items": torch.tensor(N + 7), "chunk_bytes": 64 * V * 4}  # fmt: skip
+            "num_items": torch.tensor(N + 7, device=x.device), "chunk_bytes": 64 * V * 4}  # fmt: skip
 
 
 def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:

@@ -8,13 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import (
-    cdiv,
-    contiguous,
-    mask_of_tile,
-    mask_options,
-    power_of_2,
-)
+from slapo_zoo.kernels.dropout_triton import contiguous, mask_of_tile, mask_options
 
 PROGRAMS = 264  # programs of the backward: two per multiprocessor of an H100; each has partial sums
 
@@ -109,7 +103,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
 
 def tile(N: int) -> dict[str, int]:
     """Return launch options for rows of N elements: {"ROWS": rows per tile, "BLOCK_N": power of 2 >= 16, "num_warps": ...}."""
-    block = power_of_2(max(N, 16))
+    block = 1 << (max(N, 16) - 1).bit_length()
     rows = max(1, 2048 // block)
     return {
         "ROWS": rows,
@@ -146,7 +140,7 @@ def forward(
     if x.numel():
         options = tile(N)
         args = (y, z, mean, rstd, x, weight, bias, x_bias, residual, keep, seeds)
-        _forward_kernel[(cdiv(M, options["ROWS"]),)](
+        _forward_kernel[(-(-M // options["ROWS"]),)](
             *args, M, N, *sizes, eps, RMS=rms, BIAS=bias is not None, X_BIAS=x_bias is not None,
             RESIDUAL=residual is not None, MASK=mask, **options,
         )  # fmt: skip
@@ -174,7 +168,7 @@ def backward(
     mask, sizes = mask_options(M, keep, seeds, p)
     d_sum, dx = torch.empty_like(z), z.new_empty((M if mask != "none" else 0, N))
     options = tile(N)
-    programs = min(PROGRAMS, cdiv(M, options["ROWS"]))
+    programs = min(PROGRAMS, -(-M // options["ROWS"]))
     counts = (N, 0 if rms else N, N if has_x_bias else 0)
     partial = [z.new_empty((programs, n), dtype=torch.float32) for n in counts]
     if z.numel():

@@ -72,6 +72,8 @@ def lm_loss(
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     rows = cross_entropy.chunk_rows(x, columns, chunk_bytes)
     wide = cross_entropy.wide_dtype(x)
+    if isinstance(items, int | float):
+        items = x.new_full((), items, dtype=wide)  # a copy to a GPU would wait for it
     number = counts.sum() if items is None else torch.as_tensor(items, device=x.device)
     divisor = number.detach().clamp(min=1).to(wide) if items is None else number.detach().to(wide)
     given = (x, weight, bias, target, divisor, label_smoothing, rows, graded)
