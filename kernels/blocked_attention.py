@@ -143,23 +143,11 @@ def _fake(q, k, v, *given):
 
 @operator("attention", _fake, _setup, _gradients)
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    classes: Tensor | None,
-    bias: Tensor | None,
-    key_mask: Tensor | None,
-    keep: Tensor | None,
-    seeds: Tensor | None,
-    places: Tensor | None,
-    p: float,
-    scale: float,
-    causal: bool,
-    window: int,
-    drawn: int,
-    wide: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor,
+    table: Tensor | None, classes: Tensor | None, bias: Tensor | None, key_mask: Tensor | None, keep: Tensor | None,
+    seeds: Tensor | None, places: Tensor | None,
+    p: float, scale: float, causal: bool, window: int, drawn: int, wide: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `attention` of q, k, v [B, S, H, D]; return (output [B, S, H, D], log-sum-exp of the scores [B, H, S])."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
@@ -189,26 +177,11 @@ def _fake_backward(d_out, out, log_sum, q, k, v, table, *rest):
 
 @operator("attention_backward", _fake_backward)
 def _backward(
-    d_out: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    classes: Tensor | None,
-    bias: Tensor | None,
-    key_mask: Tensor | None,
-    keep: Tensor | None,
-    seeds: Tensor | None,
-    places: Tensor | None,
-    p: float,
-    scale: float,
-    causal: bool,
-    window: int,
-    drawn: int,
-    wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_out: Tensor, out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    table: Tensor | None, classes: Tensor | None, bias: Tensor | None, key_mask: Tensor | None, keep: Tensor | None,
+    seeds: Tensor | None, places: Tensor | None,
+    p: float, scale: float, causal: bool, window: int, drawn: int, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):

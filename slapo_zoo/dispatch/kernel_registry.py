@@ -266,10 +266,17 @@ def operator(
 
         op = torch.library.custom_op(f"{NAMESPACE}::{name}", on_device_of_first, mutates_args=())
         op.register_fake(fake)
-        direct = on_device_of_first
-        if backward is not None:
+        direct: Any = on_device_of_first
+        if backward is not None and setup is not None:
             op.register_autograd(once(backward), setup_context=setup)
-            direct = _autograd_function(direct, setup, once(backward))
+
+            def forward(ctx: Any, *given: Any) -> Any:
+                out = on_device_of_first(*given)
+                setup(ctx, given, out)
+                return out
+
+            members = {"forward": staticmethod(forward), "backward": staticmethod(once(backward))}
+            direct = type(name, (torch.autograd.Function,), members).apply
 
         @wraps(function)
         def call(*given: Any) -> Any:
@@ -284,56 +291,6 @@ def operator(
     return register
 
 
-def _autograd_function(function: Any, setup: Any, backward: Any) -> Callable[..., Any]:
-    """Return a function that computes `function` as an autograd function with the `setup` and `backward` of `operator`."""
-
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            out = function(*given)
-            setup(ctx, given, out)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
-
-    return Direct.apply
-
-
 def bucket(name: str, x: Tensor) -> str:
     """Return "name:dtype:size", the key in timing tables; size is the last axis of `x`, rounded up to a power of two."""
     return f"{name}:{str(x.dtype)[6:]}:{1 << (int(x.shape[-1]) - 1).bit_length()}"
-
-
-@dataclass(frozen=True)
-class FusedKernel:
-    """Faster implementation of a subgraph of a traced module.
-
-    Args:
-        name: name for `fuse(compiler="kernel", name=...)` and `replace(name, subgraph)`.
-        pattern: torch operations, as a function with the argument names of `function`, that the kernel replaces.
-        function: the kernel.
-    """
-
-    name: str
-    pattern: Callable[..., Any]
-    function: Callable[..., Any]
-
-
-FUSED_KERNELS: dict[str, FusedKernel] = {}
-
-
-def register_fused_kernel(
-    name: str, pattern: Callable[..., Any]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as the kernel `name`, for traced subgraphs that compute `pattern`."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        if name in FUSED_KERNELS:
-            hint = "choose another name"
-            raise ScheduleError("kernel", name, "the name is already registered", hint)
-        FUSED_KERNELS[name] = FusedKernel(name, pattern, function)
-        return function
-
-    return register

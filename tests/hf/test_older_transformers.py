@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that pyproject.toml allows, and is fenced in slapo_zoo.hf."""
+"""Differences between the releases of transformers that pyproject.toml allows; slapo_zoo.hf fences them."""
 
 from transformers import masking_utils
 

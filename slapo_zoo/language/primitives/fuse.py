@@ -1,4 +1,4 @@
-"""fuse: turn nodes of a graph into one compiled module or one kernel call."""
+"""fuse: turn nodes of a graph into one compiled module."""
 
 import logging
 import warnings
@@ -8,35 +8,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_zoo.dispatch.kernel_registry import FUSED_KERNELS, FusedKernel
 from slapo_zoo.language.directive import Directive, Site, primitive
-from slapo_zoo.language.graph.find import find
 from slapo_zoo.language.graph.group import GroupModule, group
 from slapo_zoo.language.graph.insert import called
-from slapo_zoo.language.graph.match import Subgraph
-from slapo_zoo.language.graph.rewrite import insertion_point, replace_vertical
+from slapo_zoo.language.graph.rewrite import insertion_point
 from slapo_zoo.language.graph.target import resolve
 
-COMPILERS = ("inductor", "kernel", "TorchScript", None)
+COMPILERS = ("inductor", "TorchScript", None)
 logger = logging.getLogger(__name__)
 
 
 @primitive("fuse")
 @dataclass(frozen=True)
 class Fuse(Directive):
-    """Move the matched nodes into one child module and compile it, or replace them by a registered kernel.
+    """Move the matched nodes into one child module and compile it.
 
     rewrite:  t = f(a); y = g(t, b)  -->  y = self.FusedModule_0(a, b)
-              ... with compiler="kernel"  -->  y = kernel(a, b)
     note:     the modules that the nodes call keep their paths
-    errors:   an unknown compiler; nothing matches; no registered kernel computes the nodes
+    errors:   an unknown compiler; nothing matches
 
     Args:
         subgraph: the result of `find` or a pattern function (a schedule with either cannot be written to a
-            file), or a regex over the modules that the graph calls; None: the pattern of the kernel `name`.
-        compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose pattern matches),
-            "TorchScript" (inductor where torch.jit.script cannot be used, which is logged), or None: grouping only.
-        name: the child becomes `<name>_<k>`; with "kernel", the name of a kernel, or "" for any.
+            file), or a regex over the modules that the graph calls.
+        compiler: "inductor" (torch.compile, at the first call), "TorchScript" (inductor where torch.jit.script cannot be
+            used, which is logged), or None: grouping only.
+        name: the child becomes `<name>_<k>`.
     """
 
     subgraph: Any = None
@@ -54,43 +50,20 @@ class Fuse(Directive):
         if self.compiler not in COMPILERS:
             problem = f"found compiler {self.compiler!r}, expected one of {COMPILERS}"
             raise self.fail(site, problem, 'choose one of these; the default is "inductor"')
-        for subgraph in self._subgraphs(site):
-            insertion_point(subgraph)
-            if self.compiler == "kernel":
-                self._kernel(site, subgraph)
-
-    def _subgraphs(self, site: Site) -> list[Subgraph]:
-        if self.subgraph is not None:
-            return resolve(site, self, self.subgraph)
-        if self.compiler != "kernel" or self.name not in FUSED_KERNELS:
+        if self.subgraph is None:
             hint = "pass subgraph=, e.g. what sch[path].find(pattern) returned"
             raise self.fail(site, "found no argument subgraph=", hint)
-        return resolve(site, self, FUSED_KERNELS[self.name].pattern)
+        for subgraph in resolve(site, self, self.subgraph):
+            insertion_point(subgraph)
 
     def apply(self, site: Site) -> None:
-        for subgraph in self._subgraphs(site):
-            if self.compiler == "kernel":
-                kernel, match = self._kernel(site, subgraph)
-                replace_vertical(match, kernel.function, kernel.name)
-                continue
+        for subgraph in resolve(site, self, self.subgraph):
             _, child = group(subgraph, self.name)
             if self.compiler == "TorchScript":
                 _script(child)
             elif self.compiler == "inductor":
                 child.compile(backend="inductor")
         site.state.index()
-
-    def _kernel(self, site: Site, subgraph: Subgraph) -> tuple[FusedKernel, Subgraph]:
-        """Return the registered kernel that computes exactly the nodes of `subgraph`, and a Subgraph of the same nodes
-        whose inputs are in the order of the kernel's arguments; ScheduleError if there is no such kernel.
-        """
-        named = [FUSED_KERNELS[self.name]] if self.name in FUSED_KERNELS else None
-        for kernel in named or FUSED_KERNELS.values():
-            for match in find(subgraph.module, subgraph.path, kernel.pattern):
-                if isinstance(match, Subgraph) and set(match.nodes) == set(subgraph.nodes):
-                    return kernel, match
-        hint = f"match the nodes of one of the registered: {sorted(FUSED_KERNELS)}; or pass compiler='inductor'"
-        raise self.fail(site, f"no kernel computes {subgraph}", hint)
 
 
 def _script(child: GroupModule) -> None:

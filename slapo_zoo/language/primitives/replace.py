@@ -1,12 +1,11 @@
 """replace: put another module, function or kernel in the place of a module, or of graph nodes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from slapo_zoo.dispatch.kernel_registry import FUSED_KERNELS, KERNELS, load_kernels
+from slapo_zoo.dispatch.kernel_registry import KERNELS, load_kernels
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.insert import arguments
 from slapo_zoo.language.graph.match import Subgraph
@@ -62,9 +61,9 @@ class Replace(Directive):
     def check(self, site: Site) -> None:
         if self.subgraph is None:
             self._check_module(site)
-        elif isinstance(self.new, str) and self.new not in FUSED_KERNELS:
-            hint = f"choose one of those registered for subgraphs: {sorted(FUSED_KERNELS)}"
-            raise self.fail(site, f"no kernel {self.new!r} for subgraphs", hint)
+        elif isinstance(self.new, str):
+            hint = "pass a function or a module; kernels replace whole modules, without subgraph="
+            raise self.fail(site, f"no kernel {self.new!r} for nodes of a graph", hint)
         else:
             self._check_subgraphs(site, resolve(site, self, self.subgraph))
 
@@ -98,15 +97,12 @@ class Replace(Directive):
         if not self._one_node(found):
             insertion_point(found[0])
             constants = self.concrete_args or {}
-            arguments(self._function(), found[0].inputs, found[0].path, constants)
+            arguments(self.new, found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
         """Return True if `subgraph=` is a (path, node) or a regex, and names one node, whose arguments `new` then gets."""
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
-
-    def _function(self) -> Callable[..., Any]:
-        return FUSED_KERNELS[self.new].function if isinstance(self.new, str) else self.new
 
     def apply(self, site: Site) -> None:
         if self.subgraph is not None:
@@ -121,7 +117,7 @@ class Replace(Directive):
         site.state.index()
 
     def _rewrite(self, found: list[Subgraph]) -> None:
-        new, constants = self._function(), self.concrete_args or {}
+        new, constants = self.new, self.concrete_args or {}
         if self._one_node(found):
             owner, node = found[0].module, found[0].nodes[0]
             replace_node(owner, node, new, found[0].path, self.name, constants)

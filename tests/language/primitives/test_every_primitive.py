@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule, ScheduleError, build
-from slapo_zoo.dispatch.kernel_registry import register_fused_kernel, register_kernel
+from slapo_zoo.dispatch.kernel_registry import register_kernel
 from slapo_zoo.hf.attention import register_attention
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.language.directive import PRIMITIVES
@@ -44,11 +44,6 @@ INNER = f"{LAYER}.intermediate"
 @register_kernel("gelu_of_tests")
 def _install(site):
     site.module.forward = functional.gelu
-
-
-register_fused_kernel("fused_gelu_of_tests", lambda x: functional.gelu(x))(
-    lambda x: functional.gelu(x)
-)
 
 
 # --- models and what they are compared by --------------------------------------------------------
@@ -240,9 +235,6 @@ USES = [
         lambda sch: sch[ACT].fuse("dense", compiler="tvm"), "found compiler 'tvm'", variant="grouping by name"),
     Use("fuse", traced(lambda part: part.fuse(part.find(lambda x: functional.gelu(x)), compiler="TorchScript")), child("FusedModule_0"),
         lambda sch: sch[ACT].fuse(), "found no argument subgraph=", variant="TorchScript", live=True),
-    Use("fuse", traced(lambda part: part.fuse(compiler="kernel", name="fused_gelu_of_tests")),
-        lambda sch: isinstance(sch[INNER].mod, TracedModule),
-        lambda sch: sch[ACT].fuse(compiler="kernel", name="nobody"), "found no argument subgraph=", variant="kernel"),
     Use("hook", divided(lambda sch: sch[LAYER].hook("fw_post", lambda m, args, y: y)), call_count,
         lambda sch: sch[LAYER].hook("fw_past", print), "found mode 'fw_past'", live=True),
     Use("pipeline_split", divided(lambda sch: sch[LAYER].pipeline_split()), lambda sch: sch.state.cuts == [(LAYER, 0)],
@@ -256,9 +248,6 @@ USES = [
         lambda sch: sch[ACT].replace(functional.gelu, "dense"), "the module has no graph", variant="of one node", live=True),
     Use("replace", traced(lambda part: part.replace(nn.GELU(), part.find(lambda x: functional.gelu(x)))), child("GELU_0"),
         lambda sch: sch[ACT].replace("nobody", "dense"), "no kernel 'nobody'", variant="of a subgraph", live=True),
-    Use("replace", traced(lambda part: part.replace("fused_gelu_of_tests", "intermediate_act_fn"), leaves="intermediate_act_fn"),
-        lambda sch: "intermediate_act_fn" not in sch[INNER].child,
-        lambda sch: sch[ACT].replace("nobody", "dense"), "no kernel 'nobody'", variant="of a node by name"),
     Use("replace", traced(lambda part: part.replace(FusedQKV(), "query|key|value", carry=True), f"{LAYER}.attention.self"),
         child("FusedQKV_0", f"{LAYER}.attention.self"),
         lambda sch: sch[ACT].replace("nobody", "dense"), "no kernel 'nobody'", variant="of several subgraphs", live=True),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo.dispatch.kernel_registry import FUSED_KERNELS, register_fused_kernel
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph.pattern import Pattern, call_module
 from slapo_zoo.language.schedule import Schedule, from_json
@@ -47,37 +46,6 @@ def test_bias_gelu_fused_by_torchscript_keeps_outputs_and_gradients():
 def test_bias_gelu_fused_by_inductor_keeps_outputs_and_gradients():
     sch = scheduled_bias_gelu()
     assert_same_step(sch.model, tiny_model("bert"))
-
-
-@pytest.fixture
-def kernel():
-    calls = []
-
-    @register_fused_kernel("test_bias_gelu", bias_gelu)
-    def fused(bias, x):
-        calls.append(x.shape)
-        return F.gelu(bias + x)
-
-    yield calls
-    del FUSED_KERNELS["test_bias_gelu"]
-
-
-def test_bias_gelu_fused_by_a_registered_kernel_keeps_outputs_and_gradients(kernel):
-    sch = scheduled_bias_gelu(compiler="kernel")
-    assert_same_step(sch.model, tiny_model("bert"))
-    assert kernel == [(3, 11, 48)] * 2
-
-
-def test_fuse_with_a_named_kernel_replayed_from_json_keeps_outputs_and_gradients(kernel):
-    sch = Schedule(tiny_model("bert"))
-    sch[f"{LAYER}.intermediate.dense"].decompose()
-    sch[f"{LAYER}.intermediate"].trace(flatten=True)
-    sch[f"{LAYER}.intermediate"].fuse(compiler="kernel", name="test_bias_gelu")
-    again = Schedule(tiny_model("bert")).replay(from_json(sch.to_json()))
-    assert str(again) == str(sch)
-    assert_same_step(again.model, tiny_model("bert"))
-    with pytest.raises(ScheduleError, match="nothing in the graph matches"):
-        again[f"{LAYER}.intermediate"].fuse(compiler="kernel", name="test_bias_gelu")
 
 
 def test_fused_bias_dropout_residual_layer_norm_keeps_outputs_and_gradients():
@@ -189,8 +157,6 @@ def test_invalid_arguments_of_fuse_and_subgraph_replace_raise():
         layer.fuse("dense", compiler="tvm")
     with pytest.raises(ScheduleError, match="found no argument subgraph="):
         layer.fuse()
-    with pytest.raises(ScheduleError, match="no kernel computes"):
-        layer.fuse("dense", compiler="kernel")
     with pytest.raises(ScheduleError, match="no kernel 'nope'"):
         layer.replace("nope", subgraph="dense")
     found = layer.find(lambda x: F.gelu(x))
