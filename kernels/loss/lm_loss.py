@@ -174,15 +174,9 @@ def _fake(x, weight, bias, target, divisor, smoothing, rows, graded):
 
 @operator("linear_cross_entropy", _fake, _setup, _gradients)
 def _mean_loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    divisor: Tensor,
-    smoothing: float,
-    rows: int,
-    graded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, divisor: Tensor,
+    smoothing: float, rows: int, graded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (sum of the losses / divisor, and its gradients with respect to x, weight and bias).
 
     Rows with target -1 have no loss. `rows` is the number of rows per chunk, `smoothing` the label
@@ -203,17 +197,9 @@ class _OverRanks(torch.autograd.Function):
 
 
 def _one_pass(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    divisor: Tensor,
-    smoothing: float,
-    rows: int,
-    graded: bool,
-    vocab_size: int,
-    group: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, divisor: Tensor,
+    smoothing: float, rows: int, graded: bool, vocab_size: int, group: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (sum of losses / divisor, gradients of x, weight, bias) of an LM head, computed `rows` rows at a time.
 
     Rows with target -1 have no loss; with `graded` False the gradients are empty tensors. If the ranks of `group`

@@ -174,6 +174,7 @@ def test_every_command_with_json_option_has_a_test():
     [
         (["demo", "--steps", "3"], "ci/run.py demo"),
         (["coverage", "gpt2"], "ci/run.py coverage"),
+        (["bench", "m", "--tp", "2", "--beside", "r"], "ci/run.py beside m r --tp 2"),
     ],
 )
 def test_removed_command_exits_with_an_error_that_names_its_replacement(old, new, capsys):

@@ -1,4 +1,4 @@
-"""Products in pieces whose contiguous axes are multiples of 8: any sizes, any strides."""
+"""Products by slices whose contiguous axes are multiples of 8: any sizes, any strides."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def matrix(rows, columns, transposed):
 @pytest.mark.parametrize("sizes", [(16, 24, 8), (17, 24, 31), (9, 33, 40), (3, 5, 7), (64, 1, 23)])
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
-def test_product_in_aligned_pieces_equals_the_product_at_once(sizes, a_transposed, b_transposed):
+def test_product_of_aligned_slices_equals_the_whole_product(sizes, a_transposed, b_transposed):
     torch.manual_seed(0)
     M, K, N = sizes
     a, b = matrix(M, K, a_transposed), matrix(K, N, b_transposed)
@@ -25,7 +25,7 @@ def test_product_in_aligned_pieces_equals_the_product_at_once(sizes, a_transpose
     assert (found.double() - wanted).norm() <= 4e-3 * wanted.norm()
 
 
-def test_each_piece_of_a_contiguous_axis_but_the_last_is_a_multiple_of_eight():
+def test_axis_slices_except_the_last_have_multiples_of_eight():
     assert gpu_matmul._parts(50257, True) == [slice(0, 50256), slice(50256, 50257)]
     assert gpu_matmul._parts(50256, True) == [slice(0, 50256)]
     assert gpu_matmul._parts(50257, False) == [slice(0, 50257)]

@@ -22,6 +22,8 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')]  # fmt: skip
 Trace = Annotated[Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")]  # fmt: skip
 
+Beside = Annotated[Path | None, typer.Option(hidden=True)]  # fmt: skip
+
 
 @command
 def bench(
@@ -36,6 +38,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
     pipeline_trace: Trace = None,
     device: Device = "auto",
+    beside: Beside = None,
     only: Annotated[str, typer.Option(help="bench kernels: only kernels whose name begins with this.")] = "",
     quick: Annotated[bool, typer.Option(help="bench kernels: small sizes only, and write no table.")] = False,
     output: Annotated[Path | None, typer.Option(help="bench kernels: folder of the table; default: the user's cache.")] = None,
@@ -48,10 +51,14 @@ def bench(
     `slapo-zoo bench kernels` times each kernel and the operations that it replaces. It writes a table to
     the user's cache folder, or to --output; kernels="auto" chooses kernels on this device by that table.
 
-    To compare steps with other libraries, run `ci/run.py beside` in a source checkout.
+    To compare steps with other libraries, run `ci/run.py beside` in a source checkout; the old flag --beside only says so.
     """
     if model == "kernels":
         return _kernels(only, quick, output, resume)
+    if beside is not None:
+        hint = f"in a checkout of the source: python3 ci/run.py beside {model} {beside} --tp {tp}"
+        problem = "the comparison with other libraries is not part of the package"
+        raise SlapoError("bench", "--beside", problem, hint)
     from slapo_zoo.cli.training import step_times
     from slapo_zoo.cli.training.checks import row_length
     from slapo_zoo.pipeline.trace_files import require_matplotlib

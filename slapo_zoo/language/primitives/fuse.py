@@ -49,7 +49,8 @@ class Fuse(Directive):
     def check(self, site: Site) -> None:
         if self.compiler not in COMPILERS:
             problem = f"found compiler {self.compiler!r}, expected one of {COMPILERS}"
-            raise self.fail(site, problem, 'choose one of these; the default is "inductor"')
+            hint = "choose one of these; a kernel of your own takes nodes by replace(function, subgraph)"
+            raise self.fail(site, problem, hint)
         if self.subgraph is None:
             hint = "pass subgraph=, e.g. what sch[path].find(pattern) returned"
             raise self.fail(site, "found no argument subgraph=", hint)
