@@ -12,7 +12,7 @@ from slapo_zoo import AutoScheduledModel, prepare
 def main(checkpoint):
     """One epoch on random tokens; the losses."""
     model = AutoScheduledModel.from_pretrained(checkpoint, tp=2, seed=0)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(cpu=model.device.type == "cpu")
     tokens = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (16, 16), generator=tokens)
     loader = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)

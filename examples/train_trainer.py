@@ -21,7 +21,7 @@ def main(checkpoint, steps=4):
         logging_steps=1,
         save_steps=2,  # a checkpoint of every mesh goes on under any other
         report_to=[],
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=model.device.type == "cpu",
     )
     trainer = ScheduledTrainer(
         model=model,

@@ -10,13 +10,14 @@ from slapo_zoo import AutoScheduledModel
 ROWS, TOKENS, VOCAB, KEPT = 4, 12, 99, 0.8
 
 
-def batch(step):
+def batch(step, device):
     """Padded rows, 0 is padding; every third real token is a target."""
     g = torch.Generator().manual_seed(step)
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=g)
     mask = (torch.arange(TOKENS) < torch.randint(4, TOKENS + 1, (ROWS, 1), generator=g)).long()
     labels = ids.masked_fill((mask == 0) | (torch.arange(TOKENS) % 3 != 0), -100)
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+    found = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def main(model, steps=8):
@@ -27,13 +28,13 @@ def main(model, steps=8):
     losses, averaged = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(**batch(step)).loss
+        loss = model(**batch(step, model.device)).loss
         loss.backward()
         optimizer.step()
         with torch.no_grad():
             for a, p in zip(average.parameters(), model.parameters(), strict=True):
                 a.lerp_(p, 1 - KEPT)
-            averaged.append(float(average(**batch(1000)).loss))
+            averaged.append(float(average(**batch(1000, model.device)).loss))
         losses.append(float(loss.detach()))
     return losses, averaged
 

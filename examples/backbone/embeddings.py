@@ -14,12 +14,12 @@ from slapo_zoo import AutoScheduledModel
 ROWS, TOKENS, VOCAB = 8, 12, 99
 
 
-def rows(step):
+def rows(step, device):
     """Padded ids and their mask."""
     g = torch.Generator().manual_seed(step)
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=g)
     mask = (torch.arange(TOKENS) < torch.randint(4, TOKENS + 1, (ROWS, 1), generator=g)).long()
-    return ids * mask, mask
+    return (ids * mask).to(device), mask.to(device)
 
 
 def embed(model, ids, mask):
@@ -31,24 +31,25 @@ def embed(model, ids, mask):
 def evaluate(model):
     """Return how many rows find their neighbour, and how alike neighbours are."""
     model.eval()
-    ids, mask = rows(1000)
+    ids, mask = rows(1000, model.device)
     changed = ids.clone()
     changed[:, 1] = 3 + (ids[:, 1] + 40) % (VOCAB - 3)
     with torch.no_grad():
         scores = embed(model, ids, mask) @ embed(model, changed, mask).T
     model.train()
-    right = (scores.argmax(-1) == torch.arange(ROWS)).float().mean()
+    right = (scores.argmax(-1) == torch.arange(ROWS, device=scores.device)).float().mean()
     return float(right), float(scores.diag().mean())
 
 
 def main(model, steps=8):
     """Per step the loss, and the evaluation after it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    others = torch.arange(TOKENS, device=model.device) % 3 != 0
     model.train()
     losses, found = [], []
     for step in range(steps):
-        ids, mask = rows(step)
-        labels = ids.masked_fill((mask == 0) | (torch.arange(TOKENS) % 3 != 0), -100)
+        ids, mask = rows(step, model.device)
+        labels = ids.masked_fill((mask == 0) | others, -100)
         optimizer.zero_grad()
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()

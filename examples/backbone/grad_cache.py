@@ -2,6 +2,7 @@
 
 Rows are embedded in parts without a graph; the loss gives each embedding its gradient; a second
 forward of each part, with the random state of the first, carries it on. One part's graph lives at a time.
+The state is that of the CPU's generator, also on a GPU: a scheduled model tells by it that a call repeats its dropout.
 """
 
 import sys
@@ -23,7 +24,7 @@ def embed(model, ids):
 def contrast(vectors):
     """Neighbouring rows belong together."""
     scores = (vectors @ vectors.T / 0.1).fill_diagonal_(-torch.inf)
-    return functional.cross_entropy(scores, torch.arange(ROWS) ^ 1)
+    return functional.cross_entropy(scores, torch.arange(ROWS, device=scores.device) ^ 1)
 
 
 def direct(model, ids):
@@ -44,7 +45,7 @@ def cached(model, ids):
     loss = contrast(vectors)
     loss.backward()
     for part, state, grad in zip(ids.chunk(PARTS), states, vectors.grad.chunk(PARTS), strict=True):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             embed(model, part).backward(grad)
     return float(loss.detach())
@@ -53,6 +54,7 @@ def cached(model, ids):
 def main(model):
     """Return the relative difference of the two gradients, and both losses."""
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
     model.train()
     losses, grads = [], []
     for way in (direct, cached):

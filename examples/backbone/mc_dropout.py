@@ -15,6 +15,7 @@ ROWS, TOKENS, VOCAB, SAMPLES = 4, 12, 99, 40
 def main(model, samples=SAMPLES):
     """The mean over samples of the log-probabilities of the own tokens, and their spread."""
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
     model.eval()
     for module in model.modules():
         if "Dropout" in type(module).__name__:

@@ -14,13 +14,13 @@ from slapo_zoo import AutoScheduledModel
 ROWS, TOKENS, VOCAB = 8, 12, 99
 
 
-def sentences(step):
+def sentences(step, device):
     """Padded rows of random words."""
     g = torch.Generator().manual_seed(step)
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=g)
     lengths = torch.randint(4, TOKENS + 1, (ROWS, 1), generator=g)
     mask = (torch.arange(TOKENS) < lengths).long()
-    return ids * mask, mask
+    return (ids * mask).to(device), mask.to(device)
 
 
 def embed(model, ids, mask):
@@ -32,12 +32,13 @@ def embed(model, ids, mask):
 def main(model, steps=30):
     """Train; per step the loss and how alike the two views of a row are."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    targets = torch.arange(ROWS, device=model.device)
     model.train()
     losses, alike = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        one, other = (embed(model, *sentences(step % 4)) for _ in range(2))
-        loss = functional.cross_entropy(one @ other.T / 0.05, torch.arange(ROWS))
+        one, other = (embed(model, *sentences(step % 4, model.device)) for _ in range(2))
+        loss = functional.cross_entropy(one @ other.T / 0.05, targets)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

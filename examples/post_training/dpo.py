@@ -30,6 +30,7 @@ def main(checkpoint, steps=6):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     words = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (2 * PAIRS, 16), generator=words)
+    ids = ids.to(model.device)
     with torch.no_grad():
         before = log_probabilities(reference(input_ids=ids).logits, ids).flatten()
     batch = {"input_ids": ids, "ids": ids, "reference": before}

@@ -69,7 +69,7 @@ def main(checkpoint=None, steps=120):
         model = AutoScheduledModel.from_pretrained(checkpoint, num_labels=2, **arguments)
     else:
         model = AutoScheduledModel.from_config(CONFIG, **arguments)
-    ids, labels = examples()
+    ids, labels = (x.to(model.device) for x in examples())
     (held_out, ids), (held_out_labels, labels) = (x.tensor_split([4 * ROWS]) for x in (ids, labels))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model.train()

@@ -34,8 +34,8 @@ def main(steps=120):
     model = AutoScheduledModel.from_config(
         CONFIG, tp=2, seed=0, auto_class="T5ForConditionalGeneration"
     )
-    ids = encode(name for name, _ in PAIRS)
-    targets = encode(message for _, message in PAIRS)
+    ids = encode(name for name, _ in PAIRS).to(model.device)
+    targets = encode(message for _, message in PAIRS).to(model.device)
     batch = {
         "input_ids": ids,
         "attention_mask": (ids != 0).long(),

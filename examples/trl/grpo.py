@@ -30,7 +30,7 @@ def sample(prompts, trainer):
     asked, answers = [], []
     model.eval()
     for number, prompt in enumerate(prompts):
-        ids = torch.tensor([words(prompt)["input_ids"]])
+        ids = torch.tensor([words(prompt)["input_ids"]], device=model.device)
         turn = (trainer.state.global_step, number % GENERATIONS)
         torch.manual_seed(zlib.crc32(f"{prompt} {turn}".encode()))
         whole = model.generate(
@@ -48,7 +48,7 @@ def train(trainer_class, model, checkpoint, output, dp=1, steps=3, parts=1):
     args = GRPOConfig(
         output, per_device_train_batch_size=ROWS // dp // parts, gradient_accumulation_steps=parts, num_generations=GENERATIONS,
         max_completion_length=ANSWER, max_steps=steps, optim="sgd", learning_rate=0.1, logging_steps=1, save_strategy="no", report_to=[],
-        gradient_checkpointing=False, bf16=False, use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=False, bf16=False, use_cpu=model.device.type == "cpu", disable_tqdm=True,
     )  # fmt: skip
     trainer = trainer_class(
         model=model, reward_funcs=reward, args=args, train_dataset=Dataset.from_dict({"prompt": PROMPTS}),

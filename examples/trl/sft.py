@@ -20,7 +20,7 @@ def train(trainer_class, model, checkpoint, output, dp=1, steps=3):
     """Train by a trainer of TRL; return the losses."""
     args = SFTConfig(
         output, per_device_train_batch_size=ROWS // dp, max_steps=steps, optim="sgd", learning_rate=0.1,
-        logging_steps=1, save_strategy="no", report_to=[], gradient_checkpointing=False, bf16=False, use_cpu=True,
+        logging_steps=1, save_strategy="no", report_to=[], gradient_checkpointing=False, bf16=False, use_cpu=model.device.type == "cpu",
         disable_tqdm=True,
     )  # fmt: skip
     trainer = trainer_class(
