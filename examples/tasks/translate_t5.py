@@ -29,7 +29,7 @@ def decode(row):
     return bytes(int(i) - 4 for i in row if i >= 4).decode(errors="replace")
 
 
-def main(steps=120):
+def main(steps=200):
     """Messages that it generates, and how many of them are right."""
     model = AutoScheduledModel.from_config(
         CONFIG, tp=2, seed=0, auto_class="T5ForConditionalGeneration"
@@ -41,7 +41,7 @@ def main(steps=120):
         "attention_mask": (ids != 0).long(),
         "labels": targets.masked_fill(targets == 0, -100),
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()
     for step in range(steps):
         loss = model.train_step(batch)
