@@ -1,13 +1,12 @@
 """Worker process of the tuner: build a model in one configuration, compare its loss with one rank's, time its steps."""
 
 import json
-import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,17 @@ import torch
 
 from slapo_zoo.hf.example_inputs import random_batch
 from slapo_zoo.model.loader import new_model
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, RESULT, WRONG, Outcome
 from slapo_zoo.weights.ledger import AnonymousPeak
 from slapo_zoo.zoo.argument_values import config_of, to_dtype
 from slapo_zoo.zoo.kernels_for_modules import kernels_of
-from slapo_zoo.zoo.options import KNOBS, LoaderOptions
+from slapo_zoo.zoo.options import KNOBS, MESH, LoaderOptions
 
 PROBE_ROWS, WARM_UP = 2, 1
-# dtype --> largest relative difference of the probe's loss
-LOOSE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+# dtype of the forward --> largest relative difference of the probe's loss; for others 1e-3
+LOOSE = {torch.bfloat16: 5e-2, torch.float16: 2e-2}
 OWN = ("batch_size", "threads")  # symbols that are no arguments of `from_pretrained`
 
 
@@ -39,7 +39,7 @@ class Job:
         steps: number of timed steps.
         seq_len: tokens of a row.
         changes: fields of the config to override.
-        dtype: dtype of the parameters.
+        dtype: dtype of the parameters, by any name that torch or `precision=` has for it.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         memory: bytes that a rank may use; 0 for no limit.
         probe: expected loss on the probe, a small random batch, as one rank with reference kernels computed it; or None.
@@ -55,10 +55,21 @@ class Job:
     memory: int = 0
     probe: float | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", str(to_dtype(self.dtype)).removeprefix("torch."))
+
     @property
-    def world(self) -> int:
-        """Return the number of ranks of the job: tp * pp * dp."""
-        return math.prod(int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
+    def mesh(self) -> Mesh:
+        """Return the mesh of the ranks that run the job; a size that its configuration lacks is 1."""
+        return replace(Mesh(), **{name: self.point.get(name) or 1 for name in MESH})
+
+    @property
+    def options(self) -> LoaderOptions:
+        """Return the arguments of the loader for the job's configuration."""
+        knobs = {name: value for name, value in self.point.items() if name in KNOBS}
+        knobs["kernels"] = kernels_of(knobs.get("kernels", "auto"))
+        found = LoaderOptions(**{"device": self.device, "seed": 0, **knobs})
+        return found.but(dtype=to_dtype(knobs.get("dtype") or found.parameter_dtype(self.dtype)))
 
     def config(self) -> tuple[Any, str | None]:
         """Return (config of the model with `changes`, name of its model class; None if the config names that)."""
@@ -71,12 +82,7 @@ class Job:
 def build(job: Job) -> Any:
     """Return this rank's part of the model of a job, with random weights and in training mode."""
     config, head = job.config()
-    knobs = {n: v for n, v in job.point.items() if n in KNOBS and n != "dtype"}
-    if "kernels" in knobs:
-        knobs["kernels"] = kernels_of(knobs["kernels"])
-    dtype = to_dtype(job.point.get("dtype", job.dtype))
-    options = LoaderOptions(auto_class=head, dtype=dtype, device=job.device, seed=0, **knobs)
-    model: Any = new_model("tune", options, config)
+    model: Any = new_model("tune", job.options.but(auto_class=head), config)
     return model.train()
 
 
@@ -94,7 +100,7 @@ def measure(job: Job) -> Outcome:
         rows = int(job.point.get("batch_size") or 8)
         seconds = timed_steps(model, _batch(model, rows, job.seq_len, device), job)
     taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak.growth
-    rate = rows * int(job.point.get("dp") or 1) / statistics.median(seconds)
+    rate = rows * job.mesh.dp / statistics.median(seconds)
     return Outcome(OK, rate, int(taken), job.steps, f"loss of the probe {loss!r}")
 
 
@@ -104,7 +110,8 @@ def differs(loss: float, job: Job) -> str:
         return f"the loss of the probe is {loss}"
     if job.probe is None:
         return ""
-    most = LOOSE.get(str(job.point.get("dtype", job.dtype)), 1e-3)
+    computes = job.options.compute_dtype or job.options.dtype
+    most = max(LOOSE.get(one, 1e-3) for one in (computes, to_dtype(job.dtype)))  # the probe's too
     off = abs(loss - job.probe) / max(abs(job.probe), 1e-12)
     return (f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}" if off > most else "")  # fmt: skip
 
@@ -148,11 +155,12 @@ def limit_memory(job: Job) -> None:
 
 
 def run(job: Job) -> Outcome:
-    """Measure a job on `job.world` local ranks; return rank 0's outcome, with the highest peak memory of all ranks. If
+    """Measure a job on the ranks of its mesh; return rank 0's outcome, with the highest peak memory of all ranks. If
     any rank lacks memory, the outcome is "out_of_memory"; other errors are raised.
     """
     try:
-        found = [measure(job)] if job.world == 1 else run_local(measure, job.world, (job,), device=job.device)  # fmt: skip
+        world = job.mesh.world_size
+        found = [measure(job)] if world == 1 else run_local(measure, world, (job,), device=job.device)  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
         if not any(word in text.lower() for word in NO_MEMORY):

@@ -22,7 +22,7 @@ from slapo_zoo.parallel.ranks.process_group import init_distributed, is_distribu
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.snapshot import is_missing
 from slapo_zoo.zoo.hf_arguments import HubArguments
-from slapo_zoo.zoo.options import INSTEAD, KNOBS, unknown_knob
+from slapo_zoo.zoo.options import INSTEAD, KNOBS, SHORT, unknown_knob
 from slapo_zoo.zoo.table import families, table_for
 
 
@@ -99,9 +99,6 @@ def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
         return config.dtype
     dtypes = (checkpoint.dtype(key) for key in checkpoint.key_to_file)
     return next((d for d in dtypes if d.is_floating_point), torch.float32)
-
-
-SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:

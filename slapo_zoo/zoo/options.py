@@ -38,6 +38,7 @@ PRECISIONS = {
     "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
     "fp16": Precision(torch.float32, torch.float16, scales=True),
 }
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names of dtypes
 TARGETS = {"deepspeed": '"bf16" or "fp16": {"enabled": true} in its config', "megatron": "dtype="}
 
 
@@ -61,7 +62,8 @@ def check_precision(name: str | None, dtype: Any, device: torch.device | str, ta
     if name not in PRECISIONS:
         raise SlapoError(where, what, "no such precision", f"choose one of {', '.join(PRECISIONS)}")
     kept = str(PRECISIONS[name].parameters).removeprefix("torch.")
-    if str(dtype).removeprefix("torch.") not in ("auto", kept):
+    given = str(dtype).removeprefix("torch.")
+    if SHORT.get(given, given) not in ("auto", kept):
         problem = f"this precision keeps parameters in {kept}, found dtype={dtype!r}"
         raise SlapoError(where, what, problem, "leave dtype= out")
     if target in TARGETS and name != "fp32":

@@ -14,7 +14,7 @@ from slapo_zoo import AutoScheduledModel, Mesh, emulate, get_logger
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo.cards.card import read_card
 from slapo_zoo.zoo.cards.make import zoo_card
-from slapo_zoo.zoo.cards.plans import Plan, plans_of
+from slapo_zoo.zoo.cards.plans import Plan, measured_knobs, plans_of
 from slapo_zoo.zoo.tuned import machine_name, model_name, shape_name
 
 CARDS = Path(__file__).parents[2] / "hub_cards"
@@ -70,6 +70,16 @@ def test_measured_plan_in_a_schedule_card_takes_precedence_over_a_simulated_plan
     card = card_with(tmp_path / "card", plan_of(), **{machine_name("cpu"): {"-": entry}})
     assert built(card) == (8, 0, (1, 1, 1))
     assert "(measured)" in said.text
+
+
+def test_plan_that_was_measured_with_cp_is_not_taken_for_a_mesh_without_it():
+    """No plan names cp, so a load by such a plan would have another number of ranks."""
+    measured = {"a": {"point": {"dp": 2, "cp": 2}, "rows_per_s": 9.0, "model": "gpt2 1a"},
+                "b": {"point": {"dp": 2, "cp": 1}, "rows_per_s": 3.0, "model": "gpt2 1a"}}  # fmt: skip
+    assert measured_knobs(measured, "gpt2 1a", 2) == {"tp": 1, "pp": 1, "dp": 2}
+    del measured["b"]
+    assert measured_knobs(measured, "gpt2 1a", 2) is None
+    assert measured_knobs(measured, "gpt2 1a", 4) is None
 
 
 def test_layout_plan_in_a_schedule_card_sets_the_same_mesh_on_all_ranks(tmp_path, ranks):

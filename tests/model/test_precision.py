@@ -199,3 +199,12 @@ def test_save_under_mixed_precision_writes_the_fp32_master_weights(root):
 def test_unsupported_precision_options_are_refused(options, problem, root):
     with pytest.raises(SlapoError, match=problem):
         AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), **options)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "fp32"), ("bf16-pure", "bf16")])
+def test_precision_accepts_the_short_name_of_its_own_dtype(precision, dtype, root):
+    folder = checkpoint(GPT2, root)
+    model = AutoScheduledModel.from_pretrained(folder, precision=precision, dtype=dtype)
+    assert model.dtype == AutoScheduledModel.from_pretrained(folder, precision=precision).dtype
+    with pytest.raises(SlapoError, match="found dtype='fp16'"):
+        AutoScheduledModel.from_pretrained(folder, precision=precision, dtype="fp16")

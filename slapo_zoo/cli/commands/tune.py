@@ -23,7 +23,7 @@ def tune(
     patience: Annotated[int, typer.Option(min=0, help="Stop after this many configurations without gain; 0: never.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement.")] = 5,
     quick_steps: Annotated[int, typer.Option(min=0, help="Steps of a first measurement, which excludes slow configurations.")] = 0,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of ranks, tp * pp * dp, of every configuration.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of ranks, tp * pp * dp * cp, of every configuration.")] = 1,
     seq_len: Annotated[int, typer.Option("--seq-len", "--seq", min=2, help="Tokens per row.")] = 128,
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.", metavar="NAME")] = "cpu",

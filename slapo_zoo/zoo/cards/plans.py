@@ -115,18 +115,16 @@ def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str
     Args:
         tuned: results of `slapo-zoo tune --card` on one device: setting (model, dtype, row length, ...) --> measurements.
         model: family and config digest, "gpt2 0a1b2c3d4e5f" (`zoo.tuned.model_name`).
-        ranks: number of ranks, which tp * pp * dp of a match must equal.
+        ranks: number of ranks, which tp * pp * dp of a match must equal; a match has cp=1.
     """
     found: list[tuple[float, dict[str, Any]]] = []
     for entry in tuned.values():
-        known = _knobs_schema()["properties"].keys() & entry.get("point", {}).keys()
-        knobs = {"tp": 1, "pp": 1, "dp": 1} | {n: entry["point"][n] for n in sorted(known)}
+        point = entry.get("point", {})
+        known = _knobs_schema()["properties"].keys() & point.keys()
+        knobs = {"tp": 1, "pp": 1, "dp": 1} | {n: point[n] for n in sorted(known)}
         knobs = {n: value for n, value in knobs.items() if value is not None}
         is_known = not any(True for _ in _validator(False).iter_errors(knobs))
-        if (
-            is_known
-            and entry.get("model") == model
-            and knobs["tp"] * knobs["pp"] * knobs["dp"] == ranks
-        ):
+        fits = is_known and entry.get("model") == model and point.get("cp") in (None, 1)
+        if fits and knobs["tp"] * knobs["pp"] * knobs["dp"] == ranks:
             found.append((float(entry.get("rows_per_s", 0.0)), knobs))
     return max(found, key=lambda one: one[0])[1] if found else None
