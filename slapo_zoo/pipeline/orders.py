@@ -118,6 +118,16 @@ class StageMap:
             return False
         return True
 
+    def usual_micro_batches(self, rows: int) -> int:
+        """Return the number of micro-batches of `rows` rows if the user gave none: 1 without a pipeline; else the smallest
+        legal number from 2 * pp on, or else the largest. Legal are divisors of `rows` with which the pipeline's order
+        (1F1B, interleaved, ...) can run; if no number is legal, return `rows`.
+        """
+        if self.pp == 1:
+            return 1
+        legal = [i for i in range(1, rows + 1) if rows % i == 0 and self.admits(i)]
+        return next((i for i in legal if i >= 2 * self.pp), legal[-1] if legal else rows)
+
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
         """Return the torch.distributed.pipelining runtime that runs the actions of the order on this rank's stages.
 

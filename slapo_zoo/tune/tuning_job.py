@@ -3,21 +3,24 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.dp.dp_shard import check_dp_shard
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import OK, Outcome, measure_in_worker
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
-from slapo_zoo.tune.planner.layout_search import Planner
+from slapo_zoo.tune.planner.layout_search import SIMULATED, Planner
 from slapo_zoo.tune.planner.runtime_kind import precision_of
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, PROBE_ROWS, Job
-from slapo_zoo.zoo.argument_values import config_of, to_dtype
+from slapo_zoo.zoo.argument_values import config_of
 from slapo_zoo.zoo.options import KNOBS, MESH
 from slapo_zoo.zoo.table import table_for
 from slapo_zoo.zoo.tuned import machine_name, model_name
@@ -103,22 +106,26 @@ def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
     hardware = HARDWARE["cpu" if job.device == "cpu" else "a100"]
     hardware = replace(hardware, memory=job.memory or hardware.memory)
     config, head = job.config()
-    precision = precision_of(str(to_dtype(job.dtype)))
-    planner = Planner(config, hardware, job.seq_len, precision, auto_class=head)
+    planner_for = cache(lambda name: Planner(config, hardware, job.seq_len, name, auto_class=head))
     expected, refused = [], {}
     for i, point in enumerate(grid.points):
-        rows, count = int(point.get("batch_size", 8)), int(point.get("micro_batches") or 1)
-        known = {n: point[n] for n in ("tp", "pp", "dp", "checkpoint_ratio", "checkpoint_policy",
-                                       "sequence_parallel") if point.get(n) is not None}  # fmt: skip
-        layout = Layout(**known, rows=rows // count, micro_batches=count)
+        one, rows = replace(job, point=point), int(point.get("batch_size", 8))
         try:
-            found = planner.forecast(layout)
+            options, mesh = one.options, one.mesh
+            check_dp_shard(mesh, options.dp_shard, None, None, options.zero_stage)
+            places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
+            count = options.micro_batches or places.usual_micro_batches(rows)
+            planner = planner_for(options.precision or precision_of(str(options.dtype)))
+            layout = Layout.of(options, mesh, rows // count, count)
+            is_ring = layout.cp > 1 and layout.cp_attention not in SIMULATED  # it takes less memory
+            way = SIMULATED[0] if is_ring else layout.cp_attention
+            found = planner.forecast(replace(layout, cp_attention=way))
         except SlapoError as error:
             expected.append(1e-9)
             refused[i] = error.problem
             continue
-        expected.append(rows * layout.dp / found.step.seconds)
-        if found.memory > hardware.memory - hardware.reserved:
+        expected.append(rows * mesh.dp / found.step.seconds)
+        if not is_ring and found.memory > hardware.memory - hardware.reserved:
             refused[i] = planner.why(found)
     return expected, refused
 

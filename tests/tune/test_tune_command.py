@@ -117,6 +117,16 @@ def test_tune_command_measures_configurations_in_worker_processes(tmp_path, caps
     assert WRONG not in out
 
 
+@pytest.mark.slow
+def test_tune_command_measures_configurations_with_cp_on_their_ranks(capsys):
+    changes = [word for field in TINY for word in ("--change", field)]
+    words = ("tune", "gpt2", *changes, "--seq", 16, "--gpus", 2, "--symbol", "batch_size=2", "--symbol", "cp=2",
+             "--symbol", "cp_attention=gather,ring", "--symbol", "dp_shard=1,2", "--dtype", "bf16", "--steps", 1)  # fmt: skip
+    assert cli(*words, "--search", "exhaustive") == 0
+    assert "4 evaluations" in (out := capsys.readouterr().out)
+    assert "ok: 4" in out
+
+
 def test_given_mesh_sizes_limit_the_tried_layouts_and_their_product_is_the_number_of_ranks():
     found = points_for(4, {"dp": [2, 4], "cp": [1, 2]})
     assert sorted((p["tp"], p["pp"], p["dp"], p["cp"]) for p in found) == [

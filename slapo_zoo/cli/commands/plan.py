@@ -85,21 +85,15 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
         rows: rows per micro-batch.
     """
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
-    from slapo_zoo.pipeline.orders import StageMap
     from slapo_zoo.tune.planner.layout import Layout
     from slapo_zoo.tune.planner.layout_report import forecast, worth
+    from slapo_zoo.zoo.options import BuildOptions
 
-    order, per_rank = knobs["pipeline_order"], knobs["stages_per_rank"]
-    others = {k: v for k, v in knobs.items() if k not in ("pipeline_order", "stages_per_rank")}
     family = planner.family
     table = table_of_cut("plan", mesh, family.config, family.cls, knobs)
     family.table = family.table if table == "zoo" else table
     check_dp_shard(mesh, knobs["dp_shard"], None, None)
-    places = StageMap.make(order, mesh.pp, per_rank)
-    count = count or max(1, 2 * (mesh.pp > 1) * mesh.pp)
-    layout = Layout(**mesh.sizes, rows=rows, micro_batches=count, pipeline_order=order,
-                    stages_per_rank=places.per_rank, **others)  # fmt: skip
-    found, stages = forecast(planner, layout)
+    found, stages = forecast(planner, Layout.of(BuildOptions(**knobs), mesh, rows, count))
     return found, stages, worth(planner, found), planner.hardware.name
 
 

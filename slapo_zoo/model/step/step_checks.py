@@ -15,7 +15,7 @@ from slapo_zoo.model.step.runtime import Runtime
 from slapo_zoo.parallel.losses.loss_means import LABELS
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TIED
-from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, Pipeline
+from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS
 
 SAMPLED, SAME = 1024, 1e-9  # sampled elements of a tied weight; relative rounding of their norm
 
@@ -65,24 +65,13 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
             stacklevel=5,
         )
         count = 1
-    count = _default_micro_batches(rows, runtime.pipeline) if count is None else count
+    if count is None:
+        count = runtime.pipeline.places.usual_micro_batches(rows) if runtime.pipeline else 1
     legal = [i for i in range(1, rows + 1) if rows % i == 0]
     if count not in legal:
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
         raise MeshError("train_step", "micro_batches", problem, f"pass one of {legal}")
     return count
-
-
-def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest legal number
-    from 2 * pp on, or else the largest. Legal are divisors of `rows` with which the pipeline's order (1F1B,
-    interleaved, ...) can run; if no number is legal, return `rows`.
-    """
-    if pipeline is None:
-        return 1
-    places = pipeline.places
-    legal = [i for i in range(1, rows + 1) if rows % i == 0 and places.admits(i)]
-    return next((i for i in legal if i >= 2 * places.pp), legal[-1] if legal else rows)
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:

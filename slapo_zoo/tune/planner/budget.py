@@ -6,7 +6,6 @@ import torch
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.tune.planner.hardware import HARDWARE, Hardware
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
@@ -38,12 +37,7 @@ def policies_within(
         MeshError: no choice of policies fits; the error names the smallest budget that would do.
     """
     rows, tokens = shape
-    places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
-    layout = Layout(
-        mesh.tp, mesh.pp, mesh.dp, rows, micro_batches or max(1, 2 * mesh.pp * (mesh.pp > 1)),
-        options.pipeline_order, places.per_rank, dp_shard=options.dp_shard,
-        sequence_parallel=options.sequence_parallel, zero_stage=options.zero_stage,
-    )  # fmt: skip
+    layout = Layout.of(options, mesh, rows, micro_batches)
     precision = options.precision or precision_of(str(dtype))
     planner = Planner(config, hardware_of(options.place), tokens, precision, "eager", auto_class)
     chosen, least = choose(planner, layout, budget)

@@ -1,13 +1,15 @@
 """Layouts: the configurations of mesh, micro-batches, pipeline order and recomputation that the planner tries."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.pipeline.orders import StageMap, find_order
 from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
+from slapo_zoo.zoo.options import BuildOptions
 
 RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
 LEAST = ((1.0, "sharded"),)  # also tried without sequence parallelism
@@ -54,6 +56,18 @@ class Layout:
     cp: int = 1
     cp_attention: str = WAYS[0]
 
+    @classmethod
+    def of(cls, options: BuildOptions, mesh: Mesh, rows: int, count: int | None) -> "Layout":
+        """Return the layout of a model that is loaded with `options` on `mesh`, in a step of `count` micro-batches of
+        `rows` rows; None: 2 * pp micro-batches, or 1 without a pipeline.
+        """
+        places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
+        known = {
+            **vars(options), **vars(mesh), "rows": rows, "stages_per_rank": places.per_rank,
+            "micro_batches": count or max(1, 2 * mesh.pp * (mesh.pp > 1)),
+        }  # fmt: skip
+        return cls(**{field.name: known[field.name] for field in fields(cls)})
+
     @property
     def replicas(self) -> int:
         """Return the number of ranks that hold the same parameters, over which ZeRO may shard them."""
@@ -73,8 +87,6 @@ class Layout:
         """Return the arguments of `from_pretrained` for this layout that differ from their defaults."""
         defaults, found = asdict(Layout()), asdict(self)
         found.pop("rows")
-        if self.stages_per_rank == 1:
-            found.pop("stages_per_rank")
         return {n: v for n, v in found.items() if n in ("tp", "pp", "dp") or v != defaults[n]}
 
     def __str__(self) -> str:
