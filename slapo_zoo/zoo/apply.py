@@ -71,7 +71,7 @@ def apply_table(
         options: the arguments of `from_pretrained` that change how the model runs; `options.schedule` is not read.
         num_stages: number of pipeline stages; None takes the pp size of the schedule's mesh.
         tuned_kernels: kernels that a tuning search found fastest for this very model, e.g. "geglu+rms_norm", used if
-            `options.kernels` is "auto" or "measure"; None if there was no search.
+            `options.kernels` is "auto"; None if there was no search.
     """
     _require_needed(sch, table, options.sequence_parallel)
     blocks = block_paths(sch, table)

@@ -91,7 +91,7 @@ def choose(
         tuned: kernels that a search found fastest for this very model, "geglu+rms_norm", taken for "auto"; or None.
     """
     names, by_device = asked_names(asked), asked in ("auto", "measure")
-    if by_device and tuned is not None:
+    if asked == "auto" and tuned is not None:
         names = asked_names(kernels_of(tuned))
     found: list[Choice] = []
     for kernel in load_kernels().values():

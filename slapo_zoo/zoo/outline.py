@@ -72,13 +72,10 @@ class Outline:
             self.state.cp_attention = options.cp_attention
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         if kind in FROM_TABLE:
-            computes = options.compute_dtype or dtype
-            tuned = (
-                tuned_knobs(config, computes, options.place) if options.kernels == "auto" else {}
-            )
-            own = options.attention or tuned.get("attention")
+            computes, is_auto = options.compute_dtype or dtype, options.kernels == "auto"
+            tuned = tuned_knobs(config, computes, options.place) if is_auto else {}
+            chosen = options.but(attention=options.attention or tuned.get("attention"))
             stages = self.places.num_stages
-            chosen = options.but(attention=own)
             apply_table(self.schedule, self.table, chosen, stages, tuned.get("kernels"))
             if kind == "extended":
                 options.schedule.function(self.schedule)

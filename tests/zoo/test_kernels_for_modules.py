@@ -318,3 +318,14 @@ def test_schedule_takes_the_kernel_unpadded_encoder_and_kernels_of_its_layers_to
         config, cls, Mesh(), torch.float32, kernels=["unpadded_encoder", "bias_gelu"]
     ).schedule
     assert {c.kernel for c in sch.kernels if c.accepted} == {"unpadded_encoder", "bias_gelu"}
+
+
+def test_kernels_that_a_search_found_fastest_are_taken_for_auto_and_not_for_measure():
+    """Let "measure" follow what it has just measured: `from_pretrained` looks a search up for "auto" alone."""
+    config, cls = tiny_config(GPT2)
+    sch = Outline(config, cls, Mesh(), torch.float32).schedule
+    found = choose(sch, "auto", "cpu", tuned="layer_norm")
+    assert {c.kernel for c in found if c.accepted} == {"layer_norm"}
+    measured = choose(sch, "measure", "cpu", tuned="layer_norm")
+    assert measured == choose(sch, "measure", "cpu")
+    assert not any("a search found" in choice.reason for choice in measured)
