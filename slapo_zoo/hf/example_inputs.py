@@ -37,20 +37,12 @@ def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor
     ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     decodes = config.is_encoder_decoder and "Encoder" not in type(model).__name__
-    if hasattr(config, "num_mel_bins") and {"input_features", "input_ids"} & set(takes) == {
-        "input_features"
-    }:
-        shape = (
-            batch_size,
-            config.num_mel_bins,
-            2 * getattr(config, "max_source_positions", seq_len),
-        )
+    is_audio = "input_features" in takes and "input_ids" not in takes
+    if is_audio and hasattr(config, "num_mel_bins"):
+        frames = 2 * getattr(config, "max_source_positions", seq_len)
+        shape = (batch_size, config.num_mel_bins, frames)
         batch, decodes = {"input_features": torch.zeros(shape)}, "decoder_input_ids" in takes
-    return {
-        **batch,
-        **(images if compares else {}),
-        **({"decoder_input_ids": ids} if decodes else {}),
-    }
+    return batch | (images if compares else {}) | ({"decoder_input_ids": ids} if decodes else {})
 
 
 def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
@@ -60,9 +52,9 @@ def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(batch_size, channels, height, width)}
 
 
-def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return a batch with random content (fixed seed) and labels; the arguments are those of `example_batch`."""
-    batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
+def random_batch(model: Any, batch_size: int, seq_len: int, seed: int = 0) -> dict[str, Tensor]:
+    """Return a batch with content drawn by `seed`, and labels; the other arguments are those of `example_batch`."""
+    batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(seed)
     for name, value in batch.items():
         if name.endswith("input_ids"):
             vocabulary = getattr(model.config.get_text_config(), "vocab_size", CHARACTERS)

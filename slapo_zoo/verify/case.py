@@ -75,9 +75,9 @@ class Case:
     def batch_of(self, step: int) -> dict[str, Tensor]:
         """Draw the batch of step number `step`: {input: tensor [rows, ...]}; floating-point inputs are fp32."""
         model = hf.build_on_meta(self.cls, copy.deepcopy(self.config), torch.float32, False)
-        if not self.padded:
-            return random_batch(model, self.rows, self.tokens)
         seed = self.seed + FIRST_BATCH + step
+        if not self.padded:
+            return random_batch(model, self.rows, self.tokens, seed)
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:

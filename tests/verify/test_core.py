@@ -145,3 +145,17 @@ def test_verify_error_hint_mentions_directives_only_when_the_report_lists_some()
 def test_comparison_config_keeps_the_type_of_a_dropout_rate_that_is_a_whole_number():
     config = transformers.LevitConfig()  # strict: its drop_path_rate must be an int
     assert type(expressive_config(config).drop_path_rate) is int
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_each_step_of_a_verification_has_a_batch_of_its_own(padded):
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=64, n_positions=16)
+    case = case_for(config, transformers.GPT2LMHeadModel, (1, 1, 1), Path())
+    case = replace(case, padded=padded, batch={})
+    ids = [case.batch["input_ids"], *(case.batch_of(step)["input_ids"] for step in (0, 1, 2))]
+    assert torch.equal(ids[0], ids[1])
+    assert torch.equal(case.batch_of(2)["input_ids"], ids[3])
+    other = replace(case, seed=7, batch={}).batch["input_ids"]
+    assert not any(
+        torch.equal(a, b) for a, b in ((ids[1], ids[2]), (ids[2], ids[3]), (ids[0], other))
+    )
