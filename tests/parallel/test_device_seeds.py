@@ -180,3 +180,14 @@ def test_random_state_added_before_cuda_was_used_draws_on_the_gpu_from_its_seed(
         with tracker.fork("tp"):
             assert torch.equal(torch.rand(2, generator=gpu), torch.rand(2, generator=expected))
         assert torch.equal(gpu.get_state(), before)
+
+
+def test_draws_without_rows_within_others_leave_the_outer_ones_without_rows():
+    own, inside = stream(), []
+    assert own.place(SITE, 2) == (3, 2, 2)
+    with own.without_rows():
+        with own.without_rows():
+            inside.append(own.place(SITE, 2))
+        inside.append(own.place(SITE, 2))
+    assert inside == [(3, 0, 0)] * 2
+    assert own.place(SITE, 2) == (3, 2, 2)

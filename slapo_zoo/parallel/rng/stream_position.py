@@ -215,8 +215,8 @@ class StreamPosition:
     @contextmanager
     def without_rows(self) -> Iterator[None]:
         """Context in which draws do not depend on the batch rows; all micro-batches and dp ranks draw equal numbers."""
-        self.has_rows = False
+        before, self.has_rows = self.has_rows, False
         try:
             yield
         finally:
-            self.has_rows = True
+            self.has_rows = before
