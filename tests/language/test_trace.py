@@ -84,3 +84,30 @@ def test_bench_command_refuses_to_time_a_model_with_a_wrong_loss(folder, capsys,
     captured = capsys.readouterr()
     assert "that of plain transformers" in captured.err
     assert "per step" not in captured.out
+
+
+@pytest.mark.parametrize(("loss", "allowed"), [(0.2, 1e-3), (4.0, 4e-3)])
+def test_bench_command_compares_losses_as_its_help_says(loss, allowed, folder, capsys, monkeypatch):
+    """Allow 1e-3 of the loss or, since rounding does not shrink with a loss below 1, of 1."""
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert "within 1e-3 (fp32; else 3e-2) of max(1, loss)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    model, batch = step_times.AutoScheduledModel.from_pretrained(folder), batch_of(GPT2)
+    ours = float(model.eval()(**batch).loss.detach())
+    share = ours / loss
+    monkeypatch.setattr(
+        model, "forward", lambda _own=model.forward, **given: _scaled(_own(**given), share)
+    )
+    for off in (0.9, -0.9):
+        monkeypatch.setattr(step_times, "_plain_loss", lambda *_, off=off: loss + off * allowed)
+        assert step_times._compared("gpt2", model, batch)[0] == pytest.approx(loss)
+    monkeypatch.setattr(step_times, "_plain_loss", lambda *_: loss + 1.2 * allowed)
+    with pytest.raises(step_times.VerifyError):
+        step_times._compared("gpt2", model, batch)
+
+
+def _scaled(output, share):
+    output.loss = output.loss / share
+    return output
