@@ -244,12 +244,13 @@ def is_hooked(module: Any) -> bool:
 def operator(
     name: str,
     fake: Callable[..., Any],
-    setup: Callable[..., Any] | None = None,
+    setup: Any = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node in compiled graphs.
 
-    Calls that nobody traces take an autograd function instead, which costs the host a third of the time. While it runs, the GPU of its first tensor is the current device, on which Triton launches kernels.
+    Calls that no compiler, transform or mode sees run as an autograd function, which costs the host a third of the time.
+    While either runs, the GPU of its first tensor is the current device, on which Triton launches kernels.
 
     Args:
         name: name of the operator.
@@ -267,7 +268,7 @@ def operator(
         op = torch.library.custom_op(f"{NAMESPACE}::{name}", on_device_of_first, mutates_args=())
         op.register_fake(fake)
         direct: Any = on_device_of_first
-        if backward is not None and setup is not None:
+        if backward is not None:
             op.register_autograd(once(backward), setup_context=setup)
 
             def forward(ctx: Any, *given: Any) -> Any:
