@@ -269,7 +269,7 @@ def test_automatically_derived_schedule_does_not_shard_a_single_expert():
     assert rows["model.layers.*.mlp.experts"] == ()
 
 
-def test_lists_of_small_blocks_are_detected_in_a_model_without_large_blocks():
+def test_list_of_equal_layers_is_found_as_blocks_beside_a_larger_layer():
     with torch.device("meta"):
         small = torch.nn.ModuleDict(
             {"h": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])}

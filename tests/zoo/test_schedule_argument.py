@@ -53,7 +53,7 @@ def test_schedule_argument_accepts_a_table_and_applies_its_rules(folder):
     assert torch.allclose(loss_of(bare), loss_of(plain))
 
 
-def test_extend_of_a_schedule_without_a_function_raises():
+def test_extend_raises_if_its_argument_is_not_a_function():
     with pytest.raises(SlapoError, match="pass a function of one argument"):
         extend([])
 

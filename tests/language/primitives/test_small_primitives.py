@@ -136,7 +136,7 @@ def test_replace_all_replaces_every_module_of_the_given_class():
     assert sch.model[0] is before
 
 
-def test_list_primitives_returns_every_primitive_with_a_docstring():
+def test_list_primitives_returns_every_primitive_and_each_has_a_docstring():
     assert set(NAMES) <= set(list_primitives())
     assert list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     shard = Schedule(net())["0"].shard
