@@ -51,7 +51,7 @@ def layer_norm_of_two_moments(x, shape, weight=None, bias=None, eps=1e-5):
 
 
 def squares_in_half_precision(grads, device):
-    return sum(grad.bfloat16().square().sum() for grad in grads).double()
+    return sum(grad.bfloat16().square().sum() / copies for grad, copies in grads).double()
 
 
 def last_micro_batch_first(engine, run, tensors, others, count):
