@@ -39,6 +39,35 @@ def test_training_under_torch_ddp_or_fsdp2_has_the_losses_of_one_process(
     assert_same_run(results[0], case, folder)
 
 
+def bytes_of_whole_parameters(folder):
+    """Return the bytes of parameters that are no shards of FSDP2: after the load, and after FSDP2 has sharded the model."""
+    import gc
+
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from slapo_zoo import AutoScheduledModel, init_target_engine
+
+    def held():
+        gc.collect()
+        found = [x for x in gc.get_objects() if isinstance(x, torch.nn.Parameter)]
+        return sum(x.untyped_storage().size() for x in found
+                   if not isinstance(x, DTensor) and not x.is_meta)  # fmt: skip
+
+    before = held()
+    model = AutoScheduledModel.from_pretrained(folder, dp=2)
+    loaded = held() - before
+    engine = init_target_engine(model, "torch", optimizer="AdamW", data_parallel="fsdp2")
+    return loaded, held() - before, engine is not None
+
+
+def test_fsdp2_frees_the_unsharded_parameters_on_every_rank(root, ranks):
+    case = Case("GPT2LMHeadModel", ("tokens",))
+    for loaded, sharded, _ in ranks.run(bytes_of_whole_parameters, 2, checkpoint(case, root)):
+        assert loaded > 0
+        assert sharded <= 0  # below 0 if what an earlier test left was freed
+
+
 def refused(folder):
     from slapo_zoo import AutoScheduledModel, SlapoError, init_target_engine
 

@@ -187,11 +187,11 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
     Args:
         model: a scheduled model.
         engine: replacement of the default `DataParallel`.
-        divides: True if the engine replaces parameters by sharded tensors of its own (FSDP2), so that gradient
-            hooks on the original parameters never run.
+        divides: True if the engine replaces parameters by sharded tensors of its own (FSDP2): gradient hooks on the
+            original parameters never run, and the `Calls` that keep those in memory are replaced.
     """
     runtime = model._slapo
-    calls = runtime.calls
+    calls = runtime.calls = Calls(runtime, runtime.schedule.mesh) if divides else runtime.calls
     calls.divided_parameters, calls.guard.needed = divides, not engine.clips_itself
     calls.reducer.over_dp = False
     runtime.data_parallel, engine.reducer = engine, calls.reducer
