@@ -1,4 +1,4 @@
-"""Functions of torch whose names differ between the supported releases (2.10 to 2.13), or that are not public."""
+"""Functions of torch whose names differ between the supported releases (2.11 to 2.13), or that are not public."""
 
 import inspect
 import threading
@@ -105,9 +105,8 @@ class _WorldPerThread:
 
     def _state(self) -> dict[str, Any]:
         if not hasattr(self.local, "state"):
-            self.local.state = {name: {} for name in self.NAMES}
-            self.local.state |= {"default_pg": None, "group_count": 0}
-            self.local.state |= {"pg_coalesce_state": {}, "comms": []}
+            state = {name: {} for name in (*self.NAMES, "pg_coalesce_state")}
+            self.local.state = state | {"default_pg": None, "group_count": 0, "comms": []}
             self.states.append(self.local.state)
         return self.local.state
 
@@ -115,7 +114,7 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            problem = f"torch reads the attribute {name!r} of its process groups, which ranks as threads lack: install torch 2.10 to 2.13, or run one process per rank"
+            problem = f"torch reads the attribute {name!r} of its process groups, which ranks as threads lack: install torch 2.11 to 2.13, or run one process per rank"
             raise AttributeError(problem) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -135,6 +135,15 @@ def test_emulated_ranks_can_gather_objects_repeatedly():
         assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
 
 
+def test_emulation_that_fails_before_its_ranks_start_leaves_room_for_the_next(monkeypatch):
+    """The lock that one process has for its ranks would wait for ever."""
+    with monkeypatch.context() as patch:
+        patch.setattr("slapo_zoo.parallel.compat.process_groups_per_thread", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            emulate(agree_five_times, mesh=(2, 1, 1))
+    assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
+
+
 def changes_in_a_step(changed):
     model = AutoScheduledModel.from_config(CONFIG, pp=2, seed=0, dtype=torch.float64).train()
     dist.barrier()

@@ -53,7 +53,7 @@ class HostedRanks:
         self.ranks, self._size, self._timeout = tuple(ranks), size, timedelta(seconds=timeout_s)
         self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
         self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        self._store, self._threads, self._within = store, [], ExitStack()
+        self._store, self._threads = store, []
         self._stays, self._meetings = stays, Meetings(ranks, timeout_s)
         self._failed: dict[int, BaseException] = {}  # rank --> why it has left
 
@@ -63,13 +63,15 @@ class HostedRanks:
             hint = "call close() of that model first"
             raise MeshError("ranks as threads", "emulate or exact=", problem, hint)
         _allow_files(len(self.ranks) * self._size)
-        self._within.enter_context(_ONE_WORLD)
-        if self._stays:
-            _STAYS.set()
-            self._within.callback(_STAYS.clear)
-        shared = compat.process_groups_per_thread(), _one_thread(), _set_aside(), _loads_in_turn()
-        for context in shared:
-            self._within.enter_context(context)
+        with ExitStack() as within:  # frees the lock if one of the others fails
+            within.enter_context(_ONE_WORLD)
+            if self._stays:
+                _STAYS.set()
+                within.callback(_STAYS.clear)
+            shared = compat.process_groups_per_thread, _one_thread, _set_aside, _loads_in_turn
+            for context in shared:
+                within.enter_context(context())
+            self._within = within.pop_all()
         for rank in self.ranks:
             thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)  # fmt: skip
             self._threads.append(thread)
