@@ -99,16 +99,18 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
     command for errors, `cls` names the model's class, `layout` has the flags (name --> value) except mesh sizes.
 
     Raises:
-        SlapoError: cp cannot shard the tokens of the model, or not together with these flags.
+        SlapoError: the flags contradict each other or the mesh, or cp cannot shard the tokens of the model.
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.model.context_parallel import check_cp, require_cp_support
+    from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.model.load.auto_schedule import zoo_table_for_cp
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.options import LoaderOptions, check_knobs
 
     options = LoaderOptions(**layout)
     check_knobs(where, options)
+    check_dp_shard(mesh, options.dp_shard, options.zero_stage)
     if mesh.size("cp") == 1:
         return "zoo"
     hf.register_models()

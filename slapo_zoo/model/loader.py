@@ -254,7 +254,7 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
         options = replace(options, device=pick_device(options.device))
         check_precision(options.precision, options.dtype, options.place, options.target)
         check_shared_gpu(step, mesh, options.place)
-        asked = options.target, options.target_options, options.zero_stage
+        asked = options.zero_stage, options.target, options.target_options
         check_dp_shard(mesh, options.dp_shard, *asked)
         yield mesh, check_cp(step, mesh, options)
 

@@ -112,7 +112,7 @@ def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
         one, rows = replace(job, point=point), int(point.get("batch_size", 8))
         try:
             options, mesh = one.options, one.mesh
-            check_dp_shard(mesh, options.dp_shard, None, None, options.zero_stage)
+            check_dp_shard(mesh, options.dp_shard, options.zero_stage)
             places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
             count = options.micro_batches or places.usual_micro_batches(rows)
             planner = planner_for(options.precision or precision_of(str(options.dtype)))

@@ -388,11 +388,11 @@ def by_hand_over_shards(folder, stage):
 
 def test_dp_shard_with_an_unsupported_size_engine_or_optimizer_is_refused(root, ranks):
     with pytest.raises(MeshError, match=r"does not divide dp=4[\s\S]*nearest is 2"):
-        check_dp_shard(Mesh(dp=4), 3, "torch", None)
+        check_dp_shard(Mesh(dp=4), 3, 3)
     with pytest.raises(MeshError, match=r"zero_stage=2: with dp_shard=1[\s\S]*also pass dp_shard="):
-        check_dp_shard(Mesh(dp=4), 1, "torch", None, 2)
+        check_dp_shard(Mesh(dp=4), 1, 2)
     with pytest.raises(MeshError, match="engine shards parameters itself"):
-        check_dp_shard(Mesh(dp=4), 2, "deepspeed", None)
+        check_dp_shard(Mesh(dp=4), 2, 3, "deepspeed")
     said, loss = ranks.run(refused, 2, checkpoint(GPT2, root))[0]
     assert "element by element" in said[0]
     assert loss > 0

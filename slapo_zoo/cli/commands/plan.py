@@ -84,7 +84,6 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
         count: micro-batches per step; None: 2 * pp with a pipeline, else 1.
         rows: rows per micro-batch.
     """
-    from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.tune.planner.layout import Layout
     from slapo_zoo.tune.planner.layout_report import forecast, worth
     from slapo_zoo.zoo.options import BuildOptions
@@ -92,7 +91,6 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
     family = planner.family
     table = table_of_cut("plan", mesh, family.config, family.cls, knobs)
     family.table = family.table if table == "zoo" else table
-    check_dp_shard(mesh, knobs["dp_shard"], None, None)
     found, stages = forecast(planner, Layout.of(BuildOptions(**knobs), mesh, rows, count))
     return found, stages, worth(planner, found), planner.hardware.name
 

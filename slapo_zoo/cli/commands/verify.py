@@ -119,9 +119,7 @@ def _require_mesh(config: Any, cls: str, mesh: Any, knobs: dict[str, Any]) -> No
     """
     import torch
 
-    from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.zoo.outline import Outline
 
-    check_dp_shard(mesh, knobs["dp_shard"], None, None)
     table = table_of_cut("verify", mesh, config, cls, knobs)
     Outline(config, cls, mesh, torch.float32, schedule=table, **knobs)

@@ -222,7 +222,7 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
     given = options.load
     known = LoaderOptions.__dataclass_fields__.keys()
     check_cp("train", mesh, LoaderOptions(**{k: v for k, v in given.items() if k in known}))
-    check_dp_shard(mesh, given.get("dp_shard", 1), options.engine, None, given.get("zero_stage", 3))
+    check_dp_shard(mesh, given.get("dp_shard", 1), given.get("zero_stage", 3), options.engine)
     if mesh.world_size == 1 or "schedule" in given:  # the user's own schedule may shard otherwise
         return
     fields = BuildOptions.__dataclass_fields__.keys() - {"device", "seed", "kernels"}

@@ -224,7 +224,9 @@ def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, 
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip
 
 
-def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
+def check_dp_shard(
+    mesh: Mesh, size: int, stage: int, target: Any = None, options: Any = None
+) -> None:
     """Raise MeshError if `dp_shard=` is no divisor of dp or used with an engine, or `zero_stage=` without `dp_shard=`.
 
     `size` is `dp_shard=`, `stage` is `zero_stage=`; `target` and `options` (`target_options=`) choose an engine.
