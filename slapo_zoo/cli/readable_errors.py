@@ -15,7 +15,7 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
     """Context that prints an expected error without a traceback and exits with code 2.
 
-    Expected are SlapoErrors, file errors and lost connections. If `state.debug` (--debug) is true, they are raised.
+    Expected are SlapoErrors and file errors. If `state.debug` (--debug) is true, they are raised.
     """
     try:
         yield
@@ -33,13 +33,6 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
             raise
         report(_of_the_disk(error))
         sys.exit(2)
-    except Exception as error:
-        if getattr(state, "debug", False) or not is_of_the_network(error):
-            raise
-        hint = "check the connection; HF_HUB_OFFLINE=1 uses what was fetched before"
-        problem = f"no answer ({type(error).__name__}: {str(error).strip() or 'no words'})"
-        report(SlapoError("network", "the Hub", problem, hint))
-        sys.exit(2)
 
 
 def _of_the_disk(error: OSError) -> SlapoError:
@@ -48,14 +41,6 @@ def _of_the_disk(error: OSError) -> SlapoError:
     if is_full(error):
         hint = "make room there; the same command resumes a run that has a checkpoint"
     return SlapoError(str(error.filename or "disk"), "", error.strerror or str(error), hint)
-
-
-NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-
-
-def is_of_the_network(error: BaseException) -> bool:
-    """Return whether an HTTP client raised the error, e.g. for a refused or lost connection."""
-    return type(error).__module__.partition(".")[0] in NETWORK
 
 
 def _say_why(stop: SystemExit) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from slapo_zoo.data.tasks import Columns, DataError, Task
 from slapo_zoo.errors import is_full
+from slapo_zoo.hf.hub_errors import hub_errors
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.parallel.ranks.slurm import is_first
 
@@ -131,12 +132,14 @@ def check_split(name: str, split: str, own: Iterable[str]) -> None:
 
 
 def ask_the_hub(name: str) -> None:
-    """Ask the Hub once for the data set `name`, to raise a connection error at once: `datasets` would first retry."""
+    """Ask the Hub once for the data set `name`: DataError at once if it is not reached; `datasets` would first retry."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
     if not constants.HF_HUB_OFFLINE:
-        with suppress(HfHubHTTPError):  # the Hub answered: `datasets` has a better error
+        hint = "check the connection; HF_HUB_OFFLINE=1 uses what was fetched before"
+        with hub_errors(lambda said, _: DataError(name, "data", said, hint)), suppress(HfHubHTTPError):  # fmt: skip
+            # an answer is no error here: `datasets` has a better text
             HfApi().dataset_info(name, timeout=10)
 
 

@@ -1,11 +1,11 @@
 """Upload a saved model to the Hub, for `save_pretrained(..., push_to_hub=True)`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.hf.hub_errors import hub_errors
 
 # Files that a save writes; other files of the folder are not uploaded.
 PATTERNS = ["model*.safetensors", "model.safetensors.index*.json", "*config.json", "README.md",
@@ -47,14 +47,6 @@ class Push:
                 repo_id=self.repo_id, folder_path=self.folder, allow_patterns=PATTERNS, **options
             )
 
-    @contextmanager
-    def _answered(self, hint: str) -> Iterator[None]:
-        """Context in which a request to the Hub that fails raises WeightsError with the text `hint`."""
-        from huggingface_hub import errors
-
-        refused = errors.HfHubHTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError
-        try:
-            yield
-        except (*refused, OSError) as error:
-            problem = f"the Hub answered: {str(error).strip().splitlines()[0]}"
-            raise WeightsError("push_to_hub", self.repo_id, problem, hint) from error
+    def _answered(self, hint: str) -> AbstractContextManager[None]:
+        """Return a context in which a request to the Hub that fails raises WeightsError with the text `hint`."""
+        return hub_errors(lambda said, _: WeightsError("push_to_hub", self.repo_id, said, hint))

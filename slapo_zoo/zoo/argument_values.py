@@ -14,6 +14,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
+from slapo_zoo.hf.hub_errors import hub_errors
 from slapo_zoo.parallel.compat import is_for_gpus
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import ALWAYS, Mesh
@@ -66,20 +67,17 @@ def local_folder(
     if Path(name_or_path).exists() or not is_missing(Path(name_or_path)):
         return _without_adapter(Path(name_or_path) / (hub.subfolder or ""))
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes"]
     patterns += ["pytorch_model*.bin"] if allow_pickle else []
     if hub.subfolder:
         patterns = [f"{hub.subfolder}/{pattern}" for pattern in patterns]
-    try:
+    hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
+    what = "from_pretrained", repr(name_or_path)
+    with hub_errors(lambda said, _: SlapoError(*what, f"no such folder, and {said}", hint)):
         fetched = snapshot_download(
             name_or_path, revision=revision, allow_patterns=patterns, **hub.fetching
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
-        hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
-        raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
     return _without_adapter(Path(fetched) / (hub.subfolder or ""))
 
 
@@ -241,7 +239,8 @@ def _read_config(name: str, hint: str) -> Any:
     """Return the config of a folder or Hub id, without running its code; SlapoError with `hint` on failure."""
     try:
         if not Path(name).exists():
-            _ask_the_hub(name)
+            with hub_errors(lambda said, _: SlapoError("config", repr(name), said, hint)):
+                _ask_the_hub(name)
         return read_config(name)
     except (OSError, ValueError) as error:
         problem = str(error).strip().splitlines()[0]
@@ -249,7 +248,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Request config.json of a Hub model unless it is cached, to raise a network error (OSError) without retries."""
+    """Request config.json of a Hub model unless it is cached, to raise an error of the network without retries."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError

@@ -10,6 +10,7 @@ import torch
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
+from slapo_zoo.hf.hub_errors import hub_errors
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, Run
 from slapo_zoo.parallel.rank_plan import TensorPlan
@@ -118,14 +119,11 @@ def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[
                 for key, file in folder.key_to_file.items()
             }
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, NotASafetensorsRepoError
 
-    try:
-        repo = huggingface_hub.get_safetensors_metadata(str(name_or_path), revision=revision)
-    except (HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, OSError) as error:
-        problem = f"no such folder, and the Hub answered: {str(error).strip().splitlines()[0]}"
-        hint = "check the path or id; for a family without weights use --gpus, e.g. slapo-zoo plan gpt2 --gpus 8"
-        raise WeightsError("plan", repr(str(name_or_path)), problem, hint) from None
+    name = str(name_or_path)
+    hint = "check the path or id; for a family without weights use --gpus, e.g. slapo-zoo plan gpt2 --gpus 8"
+    with hub_errors(lambda said, _: WeightsError("plan", repr(name), f"no such folder, and {said}", hint)):  # fmt: skip
+        repo = huggingface_hub.get_safetensors_metadata(name, revision=revision)
     return {
         key: Source(file, DTYPES[tensor.dtype], tuple(tensor.shape))
         for file, found in repo.files_metadata.items()

@@ -79,7 +79,7 @@ def test_load_plan_of_an_unknown_model_is_refused(monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
-    with pytest.raises(WeightsError, match="the Hub answered: offline"):
+    with pytest.raises(WeightsError, match="no answer of the Hub: offline"):
         plan_weights("org/name")
 
 

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.errors import CardError
+from slapo_zoo.hf.hub_errors import hub_errors
 from slapo_zoo.zoo.cards import files
 from slapo_zoo.zoo.cards.card import read_card
 
@@ -185,38 +185,22 @@ def _write_seen(seen: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-@contextmanager
-def card_errors(what: str) -> Iterator[None]:
-    """Context that turns errors of the Hub's client into a CardError about `what`, e.g. a repository."""
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+def card_errors(what: str) -> AbstractContextManager[None]:
+    """Return a context that turns errors of requests to the Hub into a CardError about `what`, e.g. a repository."""
+    from huggingface_hub import errors
 
-    offline = (LocalEntryNotFoundError, EntryNotFoundError, OfflineModeIsEnabled)
     hints: list[tuple[Any, str]] = [
-        (RepositoryNotFoundError, "check its name; for a private one, log in with `hf auth login`"),
-        (RevisionNotFoundError, "check the sha or tag"),
-        (offline, "check the network, or name a card that was downloaded before"),
-        (HfHubHTTPError, "log in with `hf auth login`, or try later"),
-        ((HFValidationError, LocalTokenNotFoundError, OSError), "check the name, the token and the network"),
+        (errors.RepositoryNotFoundError, "check its name; for a private one, log in with `hf auth login`"),
+        (errors.RevisionNotFoundError, "check the sha or tag"),
+        ((errors.EntryNotFoundError, errors.OfflineModeIsEnabled), "check the network, or name a card that was downloaded before"),
+        (errors.HfHubHTTPError, "log in with `hf auth login`, or try later"),
+        (Exception, "check the name, the token and the network"),
     ]  # fmt: skip
-    try:
-        yield
-    except (*offline, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+
+    def say(said: str, error: Exception) -> CardError:
         hint = next(hint for kinds, hint in hints if isinstance(error, kinds))
         if getattr(getattr(error, "response", None), "status_code", None) == 412:
             hint = "someone else published meanwhile to this repository: look at their commit, then push again"
-        raise _hub_error(what, error, hint) from error
+        return CardError("card", what, said, hint)
 
-
-def _hub_error(what: str, error: Exception, hint: str) -> CardError:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    problem = f"the Hub answered: {lines[-1] if lines else type(error).__name__:.200}"
-    return CardError("card", what, problem, hint)
+    return hub_errors(say)
