@@ -44,7 +44,8 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
     if auto_class is None:
         names = getattr(config, "architectures", None)
         if names and not (isinstance(names, list | tuple) and isinstance(names[0], str)):
-            raise _no_model(f"architectures={names!r:.80}", "expected a list of class names")
+            hint = "correct `architectures` in config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
+            raise ArchitectureError("from_pretrained", f"architectures={names!r:.80}", "expected a list of class names", hint)  # fmt: skip
         auto_class = names[0] if names else "AutoModel"
     if isinstance(auto_class, str):
         beside_config = sys.modules[type(config).__module__]  # a class of slapo_zoo.hf.own
@@ -68,11 +69,6 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
         hint = "pass a class of transformers, e.g. auto_class=AutoModelForCausalLM"
         raise ArchitectureError("from_pretrained", f"auto_class={name!r:.80}", problem, hint)
     return auto_class
-
-
-def _no_model(what: str, problem: str) -> ArchitectureError:
-    hint = "correct `architectures` in config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
-    return ArchitectureError("from_pretrained", what, problem, hint)
 
 
 @contextmanager
@@ -308,7 +304,9 @@ def ignored_keys(model: Any) -> list[str]:
 
 def freeze_as_made(model: Any) -> Any:
     """Freeze the parameters that the model's own constructor freezes (Whisper's sine positions); return the model."""
-    with torch.device("meta"):
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
         made = type(model)(copy.deepcopy(model.config))
     for name, parameter in made.named_parameters():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)

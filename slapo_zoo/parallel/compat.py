@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from slapo_zoo.parallel.version import VERSION
 
 MADE_WITHIN_S = 40.0
+_installed = cache(version)  # reads the metadata of a package
 
 # 2.13 deprecates the old names with a warning per call; 2.11 lacks the new ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,7 +31,7 @@ DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "bro
 
 def software() -> dict[str, str]:
     """Return {"slapo-zoo": version, "torch": version, "transformers": version}, to be stored with measurements."""
-    return {"slapo-zoo": VERSION} | {name: version(name) for name in ("torch", "transformers")}
+    return {"slapo-zoo": VERSION} | {name: _installed(name) for name in ("torch", "transformers")}
 
 
 # of each default group, held weakly, since the threads of a group that is kept alive go on polling

@@ -199,10 +199,13 @@ def set_aside(fail):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them_at_its_end(fail):
-    """The collector skips objects of torch and transformers meanwhile; objects frozen by the caller stay frozen."""
+def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them_at_its_end(
+    fail, monkeypatch
+):
+    """The collector skips objects of torch and transformers meanwhile; objects frozen by the caller stay frozen, and are counted once."""
     expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
     gc.unfreeze()  # what tests/conftest.py has frozen
+    monkeypatch.setattr(emulation, "_FROZEN", threading.Event())
     with expected:
         assert emulate(set_aside, fail, mesh=(2, 1, 1)) == [True, True]
     assert gc.get_freeze_count() == 0
@@ -211,6 +214,9 @@ def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them_at
         with expected:
             emulate(set_aside, fail, mesh=(2, 1, 1))
         assert gc.get_freeze_count() > 0
+        monkeypatch.setattr(gc, "get_freeze_count", None)
+        with expected:
+            emulate(lambda: 1 / (not fail), mesh=(2, 1, 1))
     finally:
         gc.unfreeze()
 

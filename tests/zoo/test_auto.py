@@ -10,6 +10,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 
+from forked_child import ForkedChild
 from parity import CHANGES, LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
@@ -136,7 +137,9 @@ def test_error_for_an_unknown_model_family_suggests_schedule_auto(root):
     assert all(name in text for name in families())
 
 
-def test_schedule_auto_caches_its_derivation_and_a_second_load_has_the_same_loss(tmp_path):
+def test_schedule_auto_caches_its_derivation_and_a_second_load_has_the_same_loss(
+    tmp_path, forked_child
+):
     home_of(tmp_path)
     config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     first, second = (emulate(load_on_two, config, mesh=(2, 1, 1))[0] for _ in range(2))
@@ -242,7 +245,7 @@ def test_schedule_auto_subprocess_imports_a_user_class_and_reports_an_import_err
     with patch.object(sys, "path", [str(tmp_path), *sys.path]):
         found = python_apart(CHILD, request).wait(60).document()
     assert "no sharding rules for this model family" in found["error_of"][2]
-    found = python_apart(CHILD, {**request, "module": "no_module"}).wait(60).document()
+    found = ForkedChild(CHILD, {**request, "module": "no_module"}).wait(60).document()
     assert found["error_of"][2] == "ModuleNotFoundError: No module named 'no_module'"
 
 

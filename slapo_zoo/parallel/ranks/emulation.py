@@ -30,6 +30,7 @@ from slapo_zoo.parallel.thread_sums import Meetings
 
 BUILDING = threading.RLock()  # torch's default dtype and transformers' patches are global
 _ONE_WORLD = threading.Lock()  # torch's switch to process groups per thread is per process
+_FROZEN = threading.Event()  # set where other code froze objects: to count them reads each of them
 _STAYS = threading.Event()  # set while the ranks that hold the lock live until they are closed
 
 
@@ -266,14 +267,13 @@ def _first_cause(failures: Sequence[BaseException]) -> BaseException:
 @contextmanager
 def _set_aside() -> Iterator[None]:
     """Context in which garbage collection skips all objects that exist already: to scan those of torch takes 0.25 s."""
-    if gc.get_freeze_count():  # frozen by other code: do not unfreeze at the end
-        yield
-        return
-    gc.freeze()
+    by_others = _FROZEN.is_set() or gc.get_freeze_count() > 0
+    (_FROZEN.set if by_others else gc.freeze)()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not by_others:
+            gc.unfreeze()
 
 
 @contextmanager
