@@ -375,12 +375,15 @@ def files(
 
     `result` holds the weights that were saved, `batch` is the input of the forward; the outcome is recorded in `into`.
     """
+    saved = {}
     try:
         plain = cls.from_pretrained(folder, dtype=torch.float32)
+        saved = dict(plain.named_parameters())
+        with torch.no_grad():
+            plain.eval()(**batch)
     except Exception as error:
-        into.note("files", "from_pretrained", f"{type(error).__name__}: {error}")
-        return
-    saved = dict(plain.named_parameters())
+        what = "forward" if saved else "from_pretrained"
+        into.note("files", what, f"{type(error).__name__}: {error}")
     for name, want in result.weights.items():
         into.did("files")
         if name in saved and not torch.equal(saved[name], want):
@@ -389,5 +392,3 @@ def files(
         with safe_open(file, "pt") as opened:
             if not all(torch.isfinite(opened.get_tensor(key).float()).all() for key in opened.keys()):  # noqa: SIM118  # fmt: skip
                 into.note("files", file.name, "it holds NaN or infinity")
-    with torch.no_grad():
-        plain.eval()(**batch)

@@ -120,3 +120,18 @@ def test_verification_accepts_equal_infinities_of_a_mask_and_rejects_nan():
         into = Comparison()
         near.check(into, "outputs", "logits", torch.tensor(found), lambda r: r.outputs["logits"])
         assert (not into.findings) == right, found
+
+
+def test_saved_files_whose_model_does_not_run_are_a_finding_beside_the_others(search, monkeypatch):
+    case, into = search.case, Comparison()
+
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    plain = case.cls.from_pretrained(case.folder)
+    weights = {name: p.detach() + 1 for name, p in plain.named_parameters()}
+    monkeypatch.setattr(case.cls, "forward", fail)
+    judging.files(into, case.folder, case.cls, case.batch, Result(weights=weights))
+    said = [(finding.what, finding.problem) for finding in into.findings]
+    assert said[0] == ("forward", "RuntimeError: no such kernel")
+    assert {what for what, _ in said[1:]} == weights.keys()
