@@ -71,6 +71,11 @@ class Job:
         found = LoaderOptions(**{"device": self.device, "seed": 0, **knobs})
         return found.but(dtype=to_dtype(knobs.get("dtype") or found.parameter_dtype(self.dtype)))
 
+    @property
+    def computes(self) -> torch.dtype:
+        """Return the dtype of forward and backward in the job's configuration."""
+        return self.options.compute_dtype or self.options.dtype
+
     def config(self) -> tuple[Any, str | None]:
         """Return (config of the model with `changes`, name of its model class; None if the config names that)."""
         config, head = config_of(self.model)
@@ -110,8 +115,9 @@ def differs(loss: float, job: Job) -> str:
         return f"the loss of the probe is {loss}"
     if job.probe is None:
         return ""
-    computes = job.options.compute_dtype or job.options.dtype
-    most = max(LOOSE.get(one, 1e-3) for one in (computes, to_dtype(job.dtype)))  # the probe's too
+    most = max(
+        LOOSE.get(one, 1e-3) for one in (job.computes, to_dtype(job.dtype))
+    )  # the probe's too
     off = abs(loss - job.probe) / max(abs(job.probe), 1e-12)
     return (f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}" if off > most else "")  # fmt: skip
 

@@ -165,7 +165,10 @@ class Workers:
 
 
 def scope_of(job: Job) -> Scope:
-    """Return the conditions of the measurements of `job`; the database reuses outcomes with equal conditions."""
-    more = {"seq_len": job.seq_len, "dtype": job.dtype, "memory": job.memory}
+    """Return the conditions of the measurements of `job`, e.g. the dtype in which it computes; the database reuses
+    outcomes with equal conditions.
+    """
+    dtype = str(job.computes).removeprefix("torch.")
+    more = {"seq_len": job.seq_len, "dtype": dtype, "memory": job.memory}
     name = model_name(job.config()[0])
     return Scope(machine_name(job.device or "cpu"), name, "zoo", software(), more)

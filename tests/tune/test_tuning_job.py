@@ -1,6 +1,7 @@
 """Jobs of `slapo-zoo tune`: which ranks, options and tolerance a configuration gets, and which the planner refuses."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def test_dtypes_of_a_tuning_job_have_one_name_in_results_and_tolerance(fields, d
     job = Job("gpt2", probe=2.0, **fields)
     assert job == Job("gpt2", probe=2.0, dtype=dtype)
     assert scope_of(job).setting["dtype"] == dtype
+    assert scope_of(replace(job, point={"precision": "bf16"})).setting["dtype"] == "bfloat16"
     assert (differs(2.03, job) == "") == (dtype != "float32")
     assert differs(2.2, job)
 

@@ -1,6 +1,7 @@
 """Command `slapo-zoo tune`: measures configurations to find the fastest, and keeps every result."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,7 @@ def tune(
     time-out, a wrong loss and slowness. A configuration whose result is in --db is not measured again.
     """
     from slapo_zoo.pipeline.trace_files import require_matplotlib
+    from slapo_zoo.tune import tuning_job
     from slapo_zoo.tune import tuning_report as show
     from slapo_zoo.tune.database import Database
     from slapo_zoo.tune.strategies import find_strategy
@@ -56,9 +58,8 @@ def tune(
     grid, measure, scope, (prior, refused) = _of_model(
         model, symbol or [], change or [], gpus, seq_len, dtype, device, memory, timeout, plan
     )
-    start = max(range(len(grid.points)), key=prior.__getitem__) if prior else 0
-    if start in refused:
-        start = next((i for i in range(len(grid.points)) if i not in refused), 0)
+    fits = [i for i in range(len(grid.points)) if i not in refused] or [0]
+    start = max(fits, key=prior.__getitem__) if prior else fits[0]
     chosen = strategy(grid, seed=seed, start=start, prior=prior)
     on_trial = show.printer(min(evaluations, len(grid.points) - len(refused)))
     limits = Limits(evaluations, patience, quick_steps, steps)
@@ -73,6 +74,7 @@ def tune(
         return show.as_json(found), "\n".join(lines), _nothing_ran(found, refused)
     lines.append(f"best: {show.line_of(best)}")
     if card is not None:
+        scope = tuning_job.scope_of(replace(measure.job, point=best.point))
         show.record(card, scope, best.point, best.outcome)
         lines.append(f"noted in {card / 'tuning.json'}")
     return show.as_json(found), "\n".join(lines)
