@@ -262,6 +262,7 @@ def other_ways(case, folder, adapter):
         lambda model: model.add_adapter(IA3Config(target_modules=["c_attn"])),
         lambda model: model.load_adapter(adapter),
         lambda model: model.load_adapter(folder),
+        lambda model: model.load_adapter(adapter, device_map="auto", offload_folder=None),
     ):
         with pytest.raises(SlapoError) as caught:
             action(load(case, folder, (2, 1, 1)))
@@ -280,7 +281,7 @@ def test_errors_of_wrong_adapter_calls_and_files_name_the_cause_or_the_call_to_u
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file({**load_file(file), "base_model.model.strange": torch.ones(1)}, file)
     for texts in ranks.run(other_ways, 2, case, folder, tmp_path / "a"):
-        for text, part in zip(texts, ("model.add_adapter", "model.add_adapter", "expected a LoraConfig", "that the model does not have", "found no"),
+        for text, part in zip(texts, ("model.add_adapter", "model.add_adapter", "expected a LoraConfig", "that the model does not have", "found no", "load_adapter: device_map=: "),
                               strict=True):  # fmt: skip
             assert part in text
 

@@ -30,17 +30,22 @@ class Adapts:
         self._add_adapter(adapter_config, adapter_name or "default", None)
 
     def load_adapter(
-        self, peft_model_id: Any, adapter_name: str | None = None, is_trainable: bool = False
-    ) -> None:
+        self, peft_model_id: Any, adapter_name: str | None = None, is_trainable: bool = False, **others: Any
+    ) -> None:  # fmt: skip
         """Load a LoRA adapter from a folder that peft or `save_adapter` wrote; a collective call of all ranks.
 
         Args:
             peft_model_id: the folder.
             adapter_name: name for the adapter; None takes "default".
             is_trainable: True to train the adapter's matrices; False freezes them.
+            others: arguments of transformers' `load_adapter`, which are refused unless None.
         """
-        folder, name = Path(peft_model_id), adapter_name or "default"
         with rank_guard("load_adapter"):
+            if given := [f"{name}=" for name, value in others.items() if value is not None]:
+                problem = "found an argument that a sharded model does not take: each rank reads its own slices to its device"
+                hint = "pass a folder, adapter_name= and is_trainable= alone"
+                raise SlapoError("load_adapter", ", ".join(given), problem, hint)
+            folder, name = Path(peft_model_id), adapter_name or "default"
             config = _saved_config(folder, is_trainable)
         self._add_adapter(config, name, folder)
         model: Any = self
@@ -84,14 +89,10 @@ class Adapts:
             check_finite: refuse to replace an older adapter by matrices with NaN or infinity.
         """
         with rank_guard("save_adapter"):
-            name = self._adapter(adapter_name)
-            full, write = (
-                adapters.consolidated_adapter(self, name),
-                self.peft_config[name].save_pretrained,
-            )
-            save_adapter_files(
-                self._slapo.schedule.mesh, Path(save_directory), full, write, check_finite
-            )
+            name, mesh = self._adapter(adapter_name), self._slapo.schedule.mesh
+            full = adapters.consolidated_adapter(self, name)
+            write = self.peft_config[name].save_pretrained
+            save_adapter_files(mesh, Path(save_directory), full, write, check_finite)
 
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
