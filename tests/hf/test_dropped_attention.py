@@ -7,6 +7,7 @@ from kernel_checks import recorded_operators
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.kernels import blocked_attention, device_dropout
 from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
+from slapo_zoo.parallel.token_cut import WAYS, TokenCut
 
 
 class Attention(torch.nn.Module):
@@ -50,3 +51,17 @@ def test_blockwise_attention_with_dropout_has_the_gradients_of_unblocked_attenti
     for grad, want_grad in zip(grads, want_grads, strict=True):
         torch.testing.assert_close(grad, want_grad)
     assert not torch.equal(found, run(q, *kv, masks()[kind], p=0.1)[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_of_attention_weights_drawn_again_are_the_masks_of_the_forward_for_every_way_of_cp(
+    way,
+):
+    """Under "ulysses" a rank has all queries of some heads, otherwise some queries of all heads."""
+    x, heads = torch.ones(2, 4, 6, 6), range(2, 6)
+    of_all, first, again = (RandomStream(7, num_rows=2) for _ in range(3))
+    first.cut = again.cut = TokenCut(2, 1, None, way)
+    mine = (slice(None), slice(2, 4)) if way == "ulysses" else (slice(None),) * 2 + (slice(3, 6),)
+    want = of_all.keep_queries(x, 0.5, "a", heads)[mine]
+    torch.testing.assert_close(first.keep_queries(x[mine], 0.5, "a", heads), want)
+    torch.testing.assert_close(again.queries_again(x[mine], 0.5, "a", heads)() / 0.5, want)

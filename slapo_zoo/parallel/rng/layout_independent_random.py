@@ -201,22 +201,18 @@ class RandomStream(StreamPosition):
         return keep[..., run[0] : run[1]]
 
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
-        """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
-
-        With cp (context parallelism) x has the queries of this rank's tokens or, if cp works by "ulysses", all queries
-        of some heads; `heads` are the global indices of all heads of the tp rank. `site` is the path of the attention.
+        """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T]. `site` is the attention's path,
+        `heads` are the global indices of all heads of the tp rank; with cp, x may have some of them (`_of_queries`).
         """
-        if self.cut is None or self.cut.by_heads:
-            return self.keep_mask(x, p, site, self.cut.heads(heads) if self.cut else heads)
-        return self.keep_mask(x, p, site, heads, first=self.cut.r * x.shape[2] * x.shape[3])
+        return self.keep_mask(x, p, site, *self._of_queries(x, heads))
 
     def queries_again(
         self, x: Tensor, p: float, site: Where, heads: Sequence[int]
     ) -> Callable[[], Tensor]:
         """Return a function that draws this step's dropout mask, 0 and 1, of attention weights x [B, H, s, T], even if
-        called in a later backward. `site` is the attention's path, `heads` are global indices of the H heads.
+        called in a later backward. Arguments are those of `keep_queries`.
         """
-        first = self.cut.r * x.shape[2] * x.shape[3] if self.cut else 0
+        heads, first = self._of_queries(x, heads)
         if not self.draws_in_blocks(x.device):
             return partial(hashed_cells, x, p, later(self.seeds(x, site, heads), first))
         return partial(drawn_cells, x, p, self.cells(x.shape[0], site, heads), first)
@@ -224,12 +220,20 @@ class RandomStream(StreamPosition):
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
-        With cp (context parallelism) x has the queries of this rank's tokens or, if cp works by "ulysses", all queries
-        of some heads; `heads` are the global indices of all heads of the tp rank. `site` is the path of the attention.
+        Arguments are those of `keep_queries`.
         """
-        if self.cut is None or self.cut.by_heads:
-            return self.seeds(x, site, self.cut.heads(heads) if self.cut else heads)
-        return later(self.seeds(x, site, heads), self.cut.r * x.shape[2] * x.shape[3])
+        heads, first = self._of_queries(x, heads)
+        return later(self.seeds(x, site, heads), first) if first else self.seeds(x, site, heads)
+
+    def _of_queries(self, x: Tensor, heads: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Return (global indices of the H heads of attention weights x [B, H, s, T], elements before x in each head).
+
+        With cp (context parallelism) x has the queries of this rank's tokens or, if cp works by "ulysses", all queries
+        of some heads; `heads` are the global indices of all heads of the tp rank.
+        """
+        if (cut := self.cut) is None or cut.by_heads:
+            return cut.heads(heads) if cut else heads, 0
+        return heads, cut.r * x.shape[2] * x.shape[3]
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of the tokens.
