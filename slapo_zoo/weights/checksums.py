@@ -18,7 +18,7 @@ import torch
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.safetensors_file import MAX_HEADER, SAVE_ID, SafetensorsFile
+from slapo_zoo.weights.safetensors_file import MAX_HEADER, SAVE_ID
 
 FILE, FORMAT = "checksums.json", "slapo-zoo-checksums/1"
 BLANK = "0" * 32
@@ -70,12 +70,6 @@ def _of_body(body: Mapping[str, Any]) -> int:
 def save_id(sums: Mapping[str, int], stamp: str) -> str:
     """Return the id of a save: a digest of `sums` (tensor --> CRC-32) and of `stamp`, a text for what is no tensor."""
     return digest(json.dumps([sorted(sums.items()), stamp]))[:32]
-
-
-def save_in(folder: Path) -> str:
-    """Return the save's id in the first `model*.safetensors` of a folder that slapo_zoo wrote; KeyError if it has none."""
-    with SafetensorsFile(min(folder.glob("model*.safetensors"))) as file:
-        return file.metadata[SAVE_ID]
 
 
 def with_save_id(header: bytes, save: str) -> bytes:

@@ -21,7 +21,6 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.carry import WEIGHT_FILE
-from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.ledger import OnBytes, byte_progress
 from slapo_zoo.weights.load_rank_slices import FLOATS
@@ -102,10 +101,10 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
 
 
 def _write_others(
-    source: Path, dtype: torch.dtype | None, state: dict[str, Any], folder: Path
+    source: Path, dtype: torch.dtype | None, state: dict[str, Any], folder: Path, save: str
 ) -> None:
     """Copy the files that are not weights into `folder`; set `dtype` in config.json, and the new
-    save's id in `state`, which is written as training_state.json unless empty.
+    save's id `save` in `state`, which is written as training_state.json unless empty.
     """
     for item in source.iterdir():
         if WEIGHT_FILE.fullmatch(item.name):
@@ -115,7 +114,7 @@ def _write_others(
         elif item.is_file():
             shutil.copy2(item, folder / item.name)
     if state:
-        write_state(folder, {**state, "save": save_in(folder)})
+        write_state(folder, {**state, "save": save})
     config = folder / "config.json"
     if dtype is not None and config.exists():
         content = json.loads(config.read_text(encoding="utf-8"))

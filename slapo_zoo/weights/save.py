@@ -39,7 +39,7 @@ def save_folder(
     specs: Sequence[TensorSpec],
     local: Mapping[str, Tensor],
     mesh: Mesh,
-    write_extras: Callable[[Path], None] | None = None,
+    write_extras: Callable[[Path, str], None] | None = None,
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
     beside: Mapping[str, Sequence[TensorSpec]] | None = None,
@@ -61,7 +61,7 @@ def save_folder(
             state-dict order; the same on every rank.
         local: this rank's tensors by name, at least those of its stage, in the dtype that `specs` says.
         mesh: mesh with the coordinates of this rank.
-        write_extras: called on rank 0 with the temporary folder; writes config and tokenizer.
+        write_extras: called on rank 0 with the temporary folder and the save's id; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
         beside: beginning of further files' names --> specs of the tensors in those files: {"optimizer": specs}.
@@ -152,7 +152,10 @@ class _Save:
             )
 
     def finish(
-        self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
+        self,
+        written: Sequence[Written],
+        stamp: str,
+        write_extras: Callable[[Path, str], None] | None,
     ) -> None:
         """Complete the save on rank 0: write index, config etc. (`write_extras`), checksums; reread headers; publish
         the folder. `written`: bytes and checksums of each rank; the save's id depends on the text `stamp` too.
@@ -170,7 +173,7 @@ class _Save:
             for name, text in self.layout.indexes.items():
                 (path / name).write_text(text, encoding="utf-8")
             if write_extras is not None:
-                write_extras(path)
+                write_extras(path, kept.save)
             _check_files(path, self.layout)
             kept.files.update(_small_files(path, self.layout))
             self._beside_others(kept).write(path)

@@ -91,7 +91,7 @@ def test_second_save_replaces_weight_files_and_keeps_other_files(tmp_path):
     out.chmod(0o750)
     log = (out / "runs" / "log").open("a")
 
-    save_one(out, write_extras=lambda path: (path / "config.json").write_text("new"))
+    save_one(out, write_extras=lambda path, _: (path / "config.json").write_text("new"))
     with log:
         log.write("goes on")
     assert names(out) == [
@@ -106,13 +106,15 @@ def test_second_save_replaces_weight_files_and_keeps_other_files(tmp_path):
     assert value_in(out) == 1
 
 
-def fail(path):
+def fail(path, save):
     (path / "config.json").write_text("half")
     raise KeyError("broken tokenizer")
 
 
 def test_save_whose_callback_for_extra_files_fails_keeps_the_old_folder(tmp_path):
-    save_one(tmp_path / "out", write_extras=lambda path: (path / "config.json").write_text("old"))
+    save_one(
+        tmp_path / "out", write_extras=lambda path, _: (path / "config.json").write_text("old")
+    )
     with pytest.raises(KeyError, match="broken tokenizer"):
         save_one(tmp_path / "out", 2.0, write_extras=fail)
     assert value_in(tmp_path / "out") == 1
@@ -121,7 +123,7 @@ def test_save_whose_callback_for_extra_files_fails_keeps_the_old_folder(tmp_path
 
 
 def test_save_callback_for_extra_files_that_changes_weight_files_is_refused(tmp_path):
-    def overwrite(path):
+    def overwrite(path, save):
         save_file({"other": torch.ones(1)}, path / "model.safetensors")
 
     changed = r"write_extras changed the weight files: tensors \['other', 'w'\] are missing"

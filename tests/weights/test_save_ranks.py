@@ -92,7 +92,7 @@ def test_save_by_ranks_that_hold_different_models_is_refused(ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def extras(path):
+def extras(path, save):
     raise LookupError("no tokenizer")
 
 

@@ -99,8 +99,8 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
     }  # fmt: skip
 
 
-def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return a function (folder) that writes all files of a save but the weights: configs, tokenizer, card if `published`.
+def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path, str], None]:
+    """Return a function (folder, id of the save) that writes a save's files other than weights: configs, tokenizer, card.
 
     Args:
         model: a scheduled model.
@@ -110,7 +110,7 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
     """
     write_configs = configs_of(model, target, dtype)
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, save: str) -> None:
         write_configs(folder)
         if published:
             from slapo_zoo.zoo.cards.publish import write_beside

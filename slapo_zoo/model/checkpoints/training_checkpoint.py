@@ -26,7 +26,6 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import on_each_rank
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
-from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.encode import encode
 from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import pack_states, sizes_of, states_here
@@ -257,9 +256,9 @@ class _Save:
             stamp=json.dumps({k: v for k, v in self.state.items() if k != "mesh"}),
         )  # fmt: skip
 
-    def _write_extras(self, folder: Path) -> None:
+    def _write_extras(self, folder: Path, save: str) -> None:
         self.write_configs(folder)
-        write_state(folder, {"save": save_in(folder), **self.state})
+        write_state(folder, {"save": save, **self.state})
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
