@@ -18,13 +18,13 @@ import torch
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.index import read_json
 from slapo_zoo.weights.safetensors_file import MAX_HEADER, SAVE_ID
 
 FILE, FORMAT = "checksums.json", "slapo-zoo-checksums/1"
 BLANK = "0" * 32
 ANY = re.compile(".*")
 PIECE = 1 << 24  # bytes read at once
-MAX_BYTES = 100_000_000
 FETCH_AGAIN = "fetch the folder again, or go on from an older checkpoint"
 Sums = dict[str, int]
 
@@ -81,15 +81,9 @@ def read_checksums(folder: Path) -> Checksums | None:
     """Return the checksums of a folder, or None if it has no `checksums.json`; a damaged file raises WeightsError."""
     path = folder / FILE
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise _damaged(path, f"found {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
-        body = json.loads(path.read_bytes().decode("utf-8"))
+        body = read_json(path, FETCH_AGAIN)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise _damaged(path, f"this is not valid JSON: {error}") from error
     own = body.pop("self", None) if isinstance(body, dict) else None
     if own is None or body.get("format") != FORMAT or own != _hex(_of_body(body)):
         raise _damaged(path, "found contents that were changed after the file was written")

@@ -1,4 +1,4 @@
-"""Read the index of a checkpoint of several files, and restrict the paths that it may name.
+"""Read JSON files of a checkpoint, and the index of one of several files, whose paths are restricted.
 
 An index can come from an untrusted source, so it may only name files in its own folder.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from slapo_zoo.errors import WeightsError
 
-MAX_INDEX = 100_000_000
+MAX_BYTES = 100_000_000  # of a JSON file
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -26,6 +26,23 @@ def read_index(path: Path) -> dict[str, str]:
             raise WeightsError(str(path), name, problem, "fetch the missing file")
         check_inside(path.parent, path.parent / name)
     return weight_map
+
+
+def read_json(path: Path, hint: str, **options: Any) -> Any:
+    """Return the content of a JSON file of a checkpoint. WeightsError with `hint` is raised if it is too large, cannot be
+    read or is no JSON, FileNotFoundError if it is missing; `options` are those of `json.loads`.
+    """
+    try:
+        if (size := path.stat().st_size) <= MAX_BYTES:
+            return json.loads(path.read_bytes().decode("utf-8"), **options)
+        problem = f"found {size} bytes, expected at most {MAX_BYTES}"
+    except (FileNotFoundError, WeightsError):
+        raise
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        problem = f"this is not valid JSON: {error}"
+    raise WeightsError(str(path), "", problem, hint)
 
 
 def check_inside(folder: Path, path: Path) -> None:
@@ -72,17 +89,7 @@ def _weight_map(path: Path) -> dict[str, str]:
             found[key] = value
         return found
 
-    size = path.stat().st_size
-    if size > MAX_INDEX:
-        problem = f"found an index of {size} bytes, expected at most {MAX_INDEX}"
-        raise WeightsError(str(path), "", problem, "fetch the index again")
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except WeightsError:
-        raise
-    except (ValueError, RecursionError) as error:
-        problem = f"this is not valid JSON: {error}"
-        raise WeightsError(str(path), "", problem, "fetch it again") from error
+    index = read_json(path, "fetch the index again", object_pairs_hook=unique)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     is_text = isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())
     if not is_text or not weight_map:

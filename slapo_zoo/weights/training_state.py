@@ -8,11 +8,11 @@ from typing import Any
 from slapo_zoo.errors import MeshError, WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.encode import decode
+from slapo_zoo.weights.index import read_json
 from slapo_zoo.weights.optimizer import check_record
 from slapo_zoo.weights.random_state import check_states
 
 FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
-MAX_BYTES = 100_000_000
 PASS_SAVED = "pass the folder that save_checkpoint wrote; if it is that one, copy it again: it may be damaged"
 OF_COPY = ("data_position", "extra")  # one value per data-parallel rank
 BY_DP = "$by_dp"
@@ -27,7 +27,11 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the fields of `training_state.json` in `folder`; one of unexpected form or range raises WeightsError."""
     place = str(folder / FILE)
-    state = _json(folder / FILE)
+    try:
+        state = read_json(folder / FILE, PASS_SAVED)
+    except FileNotFoundError:
+        hint = "pass the folder that save_checkpoint wrote; weights alone are loaded by from_pretrained"
+        raise WeightsError(place, "", "this file of the checkpoint is missing", hint) from None
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
         raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", PASS_SAVED)
@@ -38,24 +42,6 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise WeightsError(place, name, problem, PASS_SAVED)
     _check_together(place, state)
     return state
-
-
-def _json(path: Path) -> Any:
-    try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            problem = f"found {size} bytes, expected at most {MAX_BYTES}"
-            raise WeightsError(str(path), "", problem, PASS_SAVED)
-        return json.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        hint = "pass the folder that save_checkpoint wrote; weights alone are loaded by from_pretrained"
-        raise WeightsError(str(path), "", "this file of the checkpoint is missing", hint) from None
-    except WeightsError:
-        raise
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise WeightsError(str(path), "", problem, "make this file readable") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(str(path), "", f"this is not valid JSON: {error}", PASS_SAVED) from error
 
 
 def _problem(check: Callable[[Any], str], value: Any) -> str:
