@@ -21,7 +21,7 @@ def accepts(cls: Any, name: str) -> bool:
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return a batch of zeros that the model's forward takes: images, audio features or tokens, without labels.
+    """Return a batch of zeros that the model's forward takes: images, audio features, tokens or images with tokens; no labels.
 
     Args:
         model: a model of `transformers`.
@@ -29,9 +29,10 @@ def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor
         seq_len: tokens per row.
     """
     config, takes = model.config, inspect.signature(model.forward).parameters
-    compares = "return_loss" in takes  # images with texts
-    images = _images(config, batch_size) if "pixel_values" in takes else {}
-    if model.main_input_name == "pixel_values":
+    looks = model.main_input_name == "pixel_values"
+    seen = looks or "return_loss" in takes  # this one compares images with texts
+    images = _images(config, batch_size) if seen and "pixel_values" in takes else {}
+    if looks and "input_ids" not in takes:
         return images
     choices = (2,) if head_of(type(model).__name__).takes_choices else ()
     ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
@@ -42,7 +43,7 @@ def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor
         frames = 2 * getattr(config, "max_source_positions", seq_len)
         shape = (batch_size, config.num_mel_bins, frames)
         batch, decodes = {"input_features": torch.zeros(shape)}, "decoder_input_ids" in takes
-    return batch | (images if compares else {}) | ({"decoder_input_ids": ids} if decodes else {})
+    return batch | images | ({"decoder_input_ids": ids} if decodes else {})
 
 
 def _images(config: Any, batch_size: int) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
             case = tiny_case(given, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
         except Exception as error:
             said = (str(error).strip() or "no message").splitlines()[0]
-            problem = f"plain transformers cannot train a tiny model of this family: {type(error).__name__}: {said}"
+            problem = f"found no batch on which plain transformers can train a tiny model of this family: {type(error).__name__}: {said}"
             hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
             raise refusal(config, problem, hint) from error
         dp = dp if "loss" in case.truth.outputs else 1  # outputs may depend on all rows

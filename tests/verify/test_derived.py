@@ -342,7 +342,7 @@ def test_search_for_a_tiny_config_takes_the_first_size_whose_loss_is_finite(name
     ends = {"Lilt": "ForSequenceClassification"}
     cls = getattr(transformers, name + ends.get(name, "ForCausalLM"))
     if name == "ProphetNet":
-        with pytest.raises(ArchitectureError, match=r"cannot train a tiny model.*its loss is nan"):
+        with pytest.raises(ArchitectureError, match=r"can train a tiny model.*its loss is nan"):
             derive(cls.config_class(), cls, (2, 1, 1))
         return
     config = cls.config_class() if name != "Gemma4" else transformers.Gemma4TextConfig()
