@@ -203,11 +203,12 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def to_fakes(model: nn.Module) -> Callable[[], None]:
     """Replace all tensors of a model by CPU tensors of the active FakeTensorMode; return a function that restores them."""
+    return swap_tensors(model.modules(), lambda x: like(x, empty_like(x)), attributes=True)
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
-    return swap_tensors(model.modules(), fake, attributes=True)
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty CPU tensor of the same shape and dtype; under a FakeTensorMode it is a fake tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

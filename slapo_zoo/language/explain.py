@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.hf.models import to_fakes
+from slapo_zoo.hf.models import empty_like, to_fakes
 from slapo_zoo.language.directive import Directive, ForwardContext, State
 from slapo_zoo.language.planned_rows import plan_of
-from slapo_zoo.language.tape import Tape, Transfer, empty_like
+from slapo_zoo.language.tape import Tape, Transfer
 from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 

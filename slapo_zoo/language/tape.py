@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.hf.example_inputs import accepts
+from slapo_zoo.hf.models import empty_like, like, swap_tensors
 from slapo_zoo.parallel.mesh import Mesh, ShapeOnlyGroup
 from slapo_zoo.parallel.token_cut import TokenCut
 
@@ -196,6 +197,9 @@ class Tape(TorchDispatchMode):
         self._ends: list[Callable[[], Any]] = []
         if model is None:
             return
+        for module in model.modules():
+            module._apply = partial(self._converted, module)
+            self._ends.append(partial(delattr, module, "_apply"))
         for path in (*units, *inner):
             self._watch(model.get_submodule(path), path, path in units)
         for x in (*model.parameters(), *model.buffers()):
@@ -331,6 +335,12 @@ class Tape(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.note(FREE, amount=self._storages.pop(key))
 
+    def _converted(self, module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        """Stand for `Module._apply`, e.g. of a router that a forward moves to fp32: torch converts no fake tensors."""
+        new = lambda x: x if (found := fn(x)) is x else like(x, found.detach())  # noqa: E731
+        self._ends.append(swap_tensors(module.modules(), new))
+        return module
+
     def _watch(self, module: nn.Module, path: str, is_unit: bool) -> None:
         def enter(module: nn.Module, args: Any) -> None:
             if is_unit:
@@ -365,8 +375,3 @@ class Tape(TorchDispatchMode):
         """Append a row that reads `parameter.grad`; autograd calls this hook once a gradient was accumulated there."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))
-
-
-def empty_like(tensor: Tensor) -> Tensor:
-    """Return an empty CPU tensor of the same shape and dtype; under a FakeTensorMode it is a fake tensor."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -95,7 +95,8 @@ class Verify:
     def _run(self, dtype: torch.dtype | None, shake: int | None = None) -> RankResult:
         sch = self.sch
         with _undisturbed(sch.model):
-            device = _device(self.device)
+            on_gpu = torch.device(self.device).type == "cuda"
+            device = None if on_gpu and not torch.cuda.is_available() else torch.device(self.device)
             for tensor in _tensors(sch.model):
                 floating = tensor.is_floating_point()
                 wanted = dtype if floating else None
@@ -291,12 +292,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             module.p = rate
 
 
-def _device(name: str) -> torch.device | None:
-    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
-        return None
-    return torch.device(name)
-
-
 def _is_mask(x: Tensor) -> bool:
     """Return whether a tensor is an additive mask: only zeros and very negative numbers.
 
@@ -331,16 +326,10 @@ def _arguments(
 
 def give_values(model: nn.Module) -> bool:
     """Replace meta parameters and buffers by random CPU tensors, equal on all ranks; return whether there were any."""
-    generator, made = torch.Generator().manual_seed(SEED_ON_META), []
-
-    def new(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        made.append(_like(tensor, _values(tensor, generator)))
-        return made[-1]
-
-    swap_tensors(model.modules(), new)
-    return bool(made)
+    generator = torch.Generator().manual_seed(SEED_ON_META)
+    found = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    swap_tensors(model.modules(), lambda x: _like(x, _values(x, generator)) if x.is_meta else x)
+    return found
 
 
 def take_values(model: nn.Module) -> None:

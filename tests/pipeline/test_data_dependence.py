@@ -119,3 +119,26 @@ def test_computation_with_a_weight_of_another_pipeline_stage_raises():
     with pytest.raises(ScheduleError, match=r"a.linear: pipeline: found a call of this module"):
         root["a"].linear(torch.ones(4))
     assert "a.rows" in dict(root.named_buffers())  # computed on every stage
+
+
+class Router(nn.Module):
+    """Model that converts a layer in its forward, as the routers of mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.classifier = self.classifier.to(torch.float64)
+        return self.classifier(x.double())
+
+
+def test_dry_run_follows_a_forward_that_converts_its_own_weights_and_restores_them():
+    mode = FakeTensorMode()
+    with mode:
+        model = Router()
+    before = model.classifier.weight
+    calls, _ = dry_run(model, ["classifier"], mode, {"x": torch.ones(2, 4)})
+    assert [call.leaves[0].dtype for call in calls] == [torch.float64]
+    assert model.classifier.weight is before
+    assert "_apply" not in vars(model.classifier)

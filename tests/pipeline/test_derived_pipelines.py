@@ -12,8 +12,10 @@ from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.tiny_config import Sizes
 
 # the first parameter of DeBERTa's second stage is in fp32, whatever the others are (q_bias); names of
-# MobileBERT's blocks on one stage hold all words of names on the other (layer.1 and ffn.1)
-KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1))]
+# MobileBERT's blocks on one stage hold all words of names on the other (layer.1 and ffn.1); routers of Switch convert
+# their own weights in the forward; BLIP takes images with texts
+KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1)),
+         ("SwitchTransformersForConditionalGeneration", (1, 2, 1)), ("BlipForConditionalGeneration", (1, 2, 1))]  # fmt: skip
 
 
 @pytest.mark.one_in(2)
