@@ -3,11 +3,13 @@
 import gc
 import json
 import sys
+import time
 from collections import Counter
 
 import pytest
 
-FORKSERVER = pytest.StashKey()
+FORKSERVER, BEGUN = pytest.StashKey(), pytest.StashKey()
+LONG_S = 0.5  # of a test that made models: its garbage is not worth the scans of what it imported
 
 
 def pytest_addoption(parser):
@@ -54,6 +56,11 @@ def pytest_xdist_node_collection_finished(node, ids):
         node.config.add_cleanup(folder.cleanup)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[BEGUN] = time.monotonic()
+
+
 def pytest_collection_finish():
     """Let garbage collection skip all that is imported: after each `emulate` it would scan a million objects again."""
     gc.freeze()
@@ -62,9 +69,10 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file also skip the models of transformers that the file imported."""
+    """After a long test and after the last one of a file also skip the models of transformers that were imported since."""
     yield
-    if nextitem is None or nextitem.path != item.path:
+    took = item.stash.get(BEGUN, 0.0)
+    if nextitem is None or nextitem.path != item.path or time.monotonic() - took > LONG_S:
         gc.collect()
         gc.freeze()
 

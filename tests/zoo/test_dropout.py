@@ -127,8 +127,8 @@ def record_masks(stream):
     """Record every mask that the stream draws from now on: (module, step, first row, heads, kept)."""
     drawn, draw = [], stream.keep_mask
 
-    def keep_mask(x, p, site, heads=()):
-        mask = draw(x, p, site, heads)
+    def keep_mask(x, p, site, heads=(), *first):
+        mask = draw(x, p, site, heads, *first)
         assert p == P
         assert set(mask.unique().tolist()) <= {0.0, float(torch.tensor(1.0).div_(1 - P))}
         drawn.append((str(site), stream.step, stream.first_row, tuple(heads), mask > 0))

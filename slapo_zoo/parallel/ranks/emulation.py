@@ -249,6 +249,7 @@ def _leave_at_once() -> None:
         with suppress(RuntimeError):
             group.abort()
     _leave()
+    gc.collect()  # freeing a group closes its connections, so peers that wait in it get an error
 
 
 def _leave() -> None:
@@ -256,7 +257,6 @@ def _leave() -> None:
     if dist.is_initialized():
         heartbeat.stop()
         dist.destroy_process_group()
-    gc.collect()  # freeing a group closes its connections, so peers that wait in it get an error
 
 
 def _first_cause(failures: Sequence[BaseException]) -> BaseException:
