@@ -32,6 +32,7 @@ from slapo_zoo.weights.write import Written, write_tensors
 
 STEP = "save_folder"
 PYTORCH = {"format": "pt"}
+WriteExtras = Callable[[Path, str], None] | None  # (folder, id of the save)
 
 
 def save_folder(
@@ -39,7 +40,7 @@ def save_folder(
     specs: Sequence[TensorSpec],
     local: Mapping[str, Tensor],
     mesh: Mesh,
-    write_extras: Callable[[Path, str], None] | None = None,
+    write_extras: WriteExtras = None,
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
     beside: Mapping[str, Sequence[TensorSpec]] | None = None,
@@ -151,12 +152,7 @@ class _Save:
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
             )
 
-    def finish(
-        self,
-        written: Sequence[Written],
-        stamp: str,
-        write_extras: Callable[[Path, str], None] | None,
-    ) -> None:
+    def finish(self, written: Sequence[Written], stamp: str, write_extras: WriteExtras) -> None:
         """Complete the save on rank 0: write index, config etc. (`write_extras`), checksums; reread headers; publish
         the folder. `written`: bytes and checksums of each rank; the save's id depends on the text `stamp` too.
         """
