@@ -139,6 +139,7 @@ BAD_STEPS = [
     ("good", -1, "micro_batches", "4 rows cannot be divided into -1", "[1, 2, 4]"),
     ("good", 1.5, "micro_batches", "4 rows cannot be divided into 1.5", "[1, 2, 4]"),
     ("no labels", None, "batch", "no loss", "labels"),
+    ("listed labels", None, "batch", "found labels in a list", "labels"),
     ("empty", None, "batch", "no tensor", "input_ids"),
     ("list", None, "batch", "found a list", "tokenizer"),
 ]  # fmt: skip
@@ -150,7 +151,14 @@ def bad_steps(folder, options):
     good, found = batch_of(GPT2), []
     without = {k: v for k, v in good.items() if k != "labels"}
     for batch, micro_batches, *_ in BAD_STEPS:
-        given = {"good": good, "no labels": without, "empty": {}, "list": [1]}[batch]
+        listed = {**without, "labels": [{"boxes": good["labels"]}]}
+        given = {
+            "good": good,
+            "no labels": without,
+            "listed labels": listed,
+            "empty": {},
+            "list": [1],
+        }[batch]
         with pytest.raises(SlapoError) as caught:
             model.train_step(given, micro_batches=micro_batches)
         error = caught.value

@@ -39,12 +39,15 @@ def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
         raise SlapoError("train_step", "labels", problem, hint)
 
 
-def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
-    """Raise SlapoError for a batch without labels, from which the model computes no loss.
+def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raise SlapoError for labels that are no tensor, such as DETR's list of boxes, or in a pipeline for none.
 
     `tensors` are the entries of the batch with a batch axis, `whole` the other entries.
     """
-    if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
+    if not isinstance(whole.get("labels"), Tensor | None):
+        kind = type(whole["labels"]).__name__
+        raise no_loss(f"found labels in a {kind}, expected a tensor of one or more per row")
+    if mesh.pp > 1 and not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
         raise no_loss(f"found no labels among {list(tensors)}")
 
 

@@ -194,8 +194,8 @@ def check(
     refuse_outputs(model, whole)
     set_return_dict(model, whole)
     step_checks.require_head(model.unscheduled_class, batch)
-    if options.loss_fn is None and mesh.pp > 1:
-        step_checks.require_labels(tensors, whole)
+    if options.loss_fn is None:
+        step_checks.require_labels(tensors, whole, mesh)
     count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
     own = options.loss_fn is not None
     parts = {"micro_batches": count, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.size("batch")}
