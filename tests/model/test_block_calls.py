@@ -94,3 +94,18 @@ def test_block_trained_by_direct_calls_under_zero_has_the_losses_of_one_process(
     want = layer_alone(folder, None)
     for found in ranks.run(layer_alone, 2, folder, {"dp": 2, "dp_shard": 2, "zero_stage": stage}):
         assert found == pytest.approx(want, rel=1e-5)
+
+
+def with_a_block_of_another_model(folder):
+    """Return the error of a forward of a model, one of whose blocks is that of another model."""
+    one, other = (AutoScheduledModel.from_pretrained(folder, dp_shard=2).train() for _ in range(2))
+    other.bert.encoder.layer[1] = one.bert.encoder.layer[1]
+    with pytest.raises(MeshError) as caught:
+        other(**batch_of(BERT))
+    return str(caught.value)
+
+
+def test_block_that_two_models_share_is_refused_under_zero(folder, ranks):
+    """With tp beside, gradients of its replicated heads would be summed over tp once for each model."""
+    for said in ranks.run(with_a_block_of_another_model, 2, folder):
+        assert "or a block were replaced since the load" in said

@@ -48,18 +48,18 @@ class Sharded(DataParallel):
         for group in self.groups:
             made = group.traced(group.dtype_of(dtype))
             whole.update({id(p): x for p, x in zip(group.parameters, made, strict=True)})
-        read = [place for place in _parameters_of(model) if id(place[2]) in whole]
-        replaced = len({id(p) for *_, p in read}) < len(whole) or any(
-            module._parameters.get(name) is not block.groups[i].parameters[j]
+        held = {(module, name): p for module, name, p in _parameters_of(model)}
+        read = {place: p for place, p in held.items() if id(p) in whole}
+        replaced = len(set(map(id, read.values()))) < len(whole) or any(
+            held.get((module, name)) is not block.groups[i].parameters[j]
             for block in self.blocks.at.values()
             for module, name, (i, j) in block.places
         )
         if replaced:
-            problem = "the parameters were replaced since the load, and the new ones are not sharded"  # fmt: skip
+            problem = "the parameters or a block were replaced since the load; the new ones are not sharded here"  # fmt: skip
             hint = "copy values into the parameters (p.data.copy_); functional_call and assign=True replace them"
             raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
-        for module, name, p in read:
-            yield module, name, whole[id(p)]
+        yield from ((*place, whole[id(p)]) for place, p in read.items())
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
         """Drop gradients that a failed step left; return a context of a step, as `DataParallel.new_gradients` does."""
