@@ -136,10 +136,12 @@ def ranks_are_threads() -> bool:
 @contextmanager
 def process_groups_per_thread() -> Iterator[None]:
     """Context in which every thread has its own process groups: a thread that calls `init_process_group` is a rank."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import distributed_c10d
 
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
-
+    # without a GPU, torch built for CUDA keeps, for the process, an object of the first thread to enter: no rank's, which end
+    with FakeTensorMode():
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
     before = distributed_c10d._world
     distributed_c10d._world = _WorldPerThread(before)
     isolate(True)
