@@ -186,7 +186,7 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
 
-    mode, config = FakeTensorMode(), copy.deepcopy(config)
+    mode, config = FakeTensorMode(allow_non_fake_inputs=True), copy.deepcopy(config)
     if str(config._attn_implementation).startswith(NAME):
         config._attn_implementation = NAME  # other back ends' masks branch on data
     config.dtype = dtype
