@@ -134,8 +134,10 @@ def backward(
     p: float,
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for `dy` [M, N], the gradient of mask * act(x + bias) * up; return the
-    gradients of x, bias [N] and up (empty if None). The other arguments have the values that `forward` got.
+    """Launch the backward kernel for y = mask * act(x + bias) * up with x and up [M, N], bias [N], given `dy`, the
+    gradient of y. Return the gradients of x, bias and up (empty for a bias or up that is None). `kind` names act:
+    "gelu", "gelu_tanh", "relu" or "silu". The dropout mask is `keep` [M, N] or, if that is None, hashed with
+    probability `p` from `seeds` [n], one for every M / n rows; without seeds too there is no dropout.
     """
     dy, x, bias, up, keep = contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)

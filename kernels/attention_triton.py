@@ -42,10 +42,14 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (fp32 scores, for each score the column of the bias `table` [H, C] that it got) for a tile of queries q
-    with indices i, and keys k with indices j, of one batch `row` and `head`. The score of a hidden key is -inf.
-    `classes` [S + T - 1] has the column for each distance j - i. KEYS is "keys" for a `key_mask` [B, T], "pairs" for
-    [B, S, T], else "none"; PRECISION is that of the product; `blocked_attention.attention` explains the others.
+    """Return (fp32 attention scores [queries, keys], -inf for hidden keys; int32 [queries, keys], the column of the
+    bias table that was added to each) for tiles of queries q and keys k with indices i and j, of one batch `row` and
+    `head`.
+
+    Score (i, j) is q k^T * scale, with TABLE plus table[head, classes[j - i + S - 1]]: `table` [H, C] has a bias per
+    head and range of distances, `classes` [S + T - 1] the range of each distance. There are S queries, the last of T
+    positions. CAUSAL hides later keys, WINDOW also those `window` or more positions back, `key_mask` those where it is
+    False (KEYS is "keys" for [B, T], "pairs" for [B, S, T], else "none"). PRECISION is tl.dot's `input_precision`.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
@@ -150,9 +154,10 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq [B, S, H, D] for a block of BM queries of one head, and `d_table`, the block's term of the gradient of
-    the bias table. A program of the grid loops over the keys. d_out is the gradient of the output, `delta` comes from
-    `_delta_kernel`, `log_sum` is the log-sum-exp of the scores; `_scores` and `_keep` explain the arguments after v.
+    """Compute the gradient dq of the queries q [B, S, H, D]; a Triton program computes BM queries of a head and loops
+    over the keys. `d_out` is the gradient of attention's output, `delta` [B, H, S] the result of `_delta_kernel`,
+    `log_sum` [B, H, S] the log-sum-exp of the scores. `d_table` [B, H, blocks of queries, C] gets partial sums of the
+    gradient of the bias table. `_options` returns the arguments after v (bias table, masks, dropout, sizes).
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -205,10 +210,10 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv [B, T, H, D] for a block of BN keys and values of one head.
-
-    A program of the grid loops over the queries. d_out is the gradient of the output, `delta` the result of
-    `_delta_kernel`, `log_sum` the log-sum-exp of the scores; `_scores` and `_keep` explain the arguments after v.
+    """Compute the gradients dk and dv of keys and values [B, T, H, D]; a Triton program computes BN keys of a head and
+    loops over the queries. `d_out` is the gradient of attention's output, `delta` [B, H, S] the result of
+    `_delta_kernel`, `log_sum` [B, H, S] the log-sum-exp of the scores. `_options` returns the arguments after v (masks
+    etc.).
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -249,9 +254,9 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, given: Any, *kernels: str) -> tuple[Any, ...]:
-    """Return (arguments that follow v in each Triton kernel of this file, then for each name in `kernels`, "forward", "query"
-    (gradient of q) or "key" (of k and v), compile-time constants of that kernel) for q and k [B, S or T, H, D]. `given`, a
-    `blocked_attention.Given`, has the bias table, masks, dropout seeds, scale, ... of the attention.
+    """Return launch arguments of this file's kernels: a tuple of all that follow v, then for each of `kernels` a dict
+    of its compile-time constants. A kernel is "forward", "query" (gradient of q) or "key" (of k and v). q is
+    [B, S, H, D], k [B, T, H, D]; `given`, a `Given` of blocked_attention.py, has attention's options.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds
@@ -297,9 +302,9 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernel; return the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S].
-
-    q, k and v are [B, S or T, H, D]; `given` has the bias table, masks, seeds, scale, ... (`blocked_attention.Given`).
+    """Launch the forward kernel for q [B, S, H, D], k and v [B, T, H, D]; return attention's output [B, S, H, D] and
+    the log-sum-exp of its scores [B, H, S]. `given`, a `Given` of blocked_attention.py, holds all options of attention:
+    bias table, key mask, dropout mask or seeds, scale, causal, window.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape
@@ -314,8 +319,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor
 def backward(
     d_out: Tensor, out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels for `d_out`, the gradient of `out`; return the gradients of q, k,
-    v and of the bias table (empty without one). `forward` returned `out` and `log_sum` for the same q, k, v, `given`.
+    """Launch the backward kernels for `d_out`, the gradient of attention's output `out`, both [B, S, H, D]. Return the
+    gradients of q [B, S, H, D], k, v [B, T, H, D] and the bias table [H, C] (empty without one). `out` and `log_sum`
+    [B, H, S] are what `forward` returned for this q, k, v and `given`, the options of attention (bias, masks, ...).
     """
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]

@@ -44,7 +44,9 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for x [B, C, h, w], in eval mode for an empty batch (B = 0); `like` has dtype, device."""
+    """Return random arguments {name: value} of the kernel batch_norm_relu_add for x [B, C, h, w]; for an empty batch (B
+    = 0) also running statistics and training=False. `like` has dtype and device.
+    """
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
@@ -127,18 +129,10 @@ def batch_norm_relu_add(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute relu(BatchNorm(x) + residual); update the running statistics in training.
-
-    Args:
-        x: [B, C, h, w], channels last in memory.
-        weight: [C].
-        bias: [C].
-        residual: tensor in the shape of x, or None.
-        running_mean: [C], or None.
-        running_var: [C], or None.
-        training: True normalises with the statistics of the batch instead of the running ones.
-        momentum: weight of the batch in the running statistics.
-        eps: added to the variance.
+    """Compute relu(BatchNorm(x) + residual) of x [B, C, h, w], channels last in memory; `residual` has the shape of x,
+    or is None. `weight`, `bias` and, if not None, `running_mean` and `running_var` are [C]. With `training` the
+    statistics of the batch are used, and update the running ones with weight `momentum`; else the running ones are
+    used. `eps` is added to the variance.
     """
     if not runs_triton("batch_norm_relu_add", x):
         statistics = (running_mean, running_var)

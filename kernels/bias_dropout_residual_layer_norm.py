@@ -48,7 +48,7 @@ def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """Run BertSelfOutput or BertOutput with this kernel; the child `dense`, perhaps row-parallel, adds its own bias."""
+    """Run BertSelfOutput or BertOutput with this kernel, which adds no bias: the child `dense` has added its own."""
     x, norm_ = module.dense(hidden_states), module.LayerNorm
     drop = dropout_of(module.dropout, x)
     args = (x, input_tensor, norm_.weight, norm_.bias)
@@ -71,20 +71,11 @@ def bias_dropout_residual_layer_norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z) with z = mask * (x + x_bias) + residual and y = LayerNorm(z).
-
-    A post-norm block (BERT) uses y alone; in a pre-norm block (GPT-2) z is the next residual.
-
-    Args:
-        x: [B, ..., N].
-        residual: tensor in the shape of x.
-        weight: [N].
-        bias: [N].
-        x_bias: bias [N] of the linear that made x, if that linear did not add it.
-        eps: added to the variance.
-        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
-        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute (y, z) with z = mask * (x + x_bias) + residual and y = LayerNorm(z). A post-norm block (BERT) uses y
+    alone; in a pre-norm block (GPT-2) z is the next residual. x and `residual` are [B, ..., N], `weight` and `bias` of
+    the norm [N], `x_bias` [N] is the bias of the linear that made x, if that linear did not add it; `eps` is added to
+    the variance. The dropout mask is `keep` [B, ..., N], of 0 and 1/(1-p), or if that is None hashed with probability
+    `p` from `seeds`, int64 [B].
     """
     name = "bias_dropout_residual_layer_norm"
     if (x.is_cuda and not runs_triton(name, x)) or x.shape[-1] > MOST_COLUMNS:

@@ -45,11 +45,7 @@ def _tanh(module: Any, x: Tensor) -> Tensor:
             "GELUTanh": _tanh, "PytorchGELUTanh": _tanh},
 )  # fmt: skip
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """Compute gelu(x + bias) in one pass; the backward computes dx and the bias gradient in one pass.
-
-    Args:
-        x: [..., N].
-        bias: bias [N] of the linear that made x, if that linear did not add it.
-        approximate: "none" (erf: BERT, RoBERTa) or "tanh" (gelu_new: GPT-2, GPT-Neo, ALBERT).
+    """Compute gelu(x + bias) in one pass, and its gradients in another. x is [..., N], `bias` [N] that of the linear
+    that made x, which did not add it. `approximate` is "none" (erf: BERT) or "tanh" (gelu_new: GPT-2, GPT-Neo, ALBERT).
     """
     return activation("bias_gelu", "gelu" if approximate == "none" else "gelu_tanh", x, bias)

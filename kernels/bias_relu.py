@@ -28,10 +28,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 @kernel("bias_relu", reference, inputs, SHAPES, serves={"ReLU": _forward}, cpu="F.relu")
 def bias_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute relu(x + bias) in one pass; the backward computes dx and the bias gradient in one pass.
-
-    Args:
-        x: [..., N].
-        bias: bias [N] of the linear that made x, if that linear did not add it.
+    """Compute relu(x + bias) in one pass, and its gradients in another. x is [..., N], `bias` [N] (or None) that of the
+    linear that made x, which did not add it.
     """
     return activation("bias_relu", "relu", x, bias)

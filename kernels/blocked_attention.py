@@ -24,7 +24,10 @@ LARGEST_HEAD = 128  # head dim; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """Arguments of the attention operators after q, k and v, in this order (masks, scale, ...); `attention` describes them."""
+    """Options of `attention`, all but q, k and v: `table` and `classes` (bias by distance), `bias` (added to the
+    scores), `key_mask` (False: hidden), `keep`, `seeds`, `places`, `p`, `drawn` (dropout), `scale`, `causal`, `window`,
+    `wide`. Each has a default; `attention` tells their shapes.
+    """
 
     table: Tensor | None = None
     classes: Tensor | None = None
@@ -70,18 +73,20 @@ def attention(
         k: keys [B, H, T, D].
         v: values [B, H, T, D].
         scale: factor of the scores.
-        causal: True if no query sees a later key.
+        causal: True if no query sees a later key; the queries are the last S of T positions.
         window: number of keys that a causal query sees, its own included; 0 for all.
-        table: [H, C], bias per head and class, a range of distances between query and key; or None.
-        classes: int32 [S + T - 1], ascending: the class of distance d = j - i at index d + S - 1.
+        table: [H, C], one bias per head and bucket of distances j - i (key j, query i), needs `classes`; None: no bias.
+        classes: int32 [S + T - 1], ascending: the bucket, a column of `table`, of each distance -(S - 1), ..., T - 1.
         key_mask: [B, T], False where a key is padding, or [B, S, T], False where a query does not see it.
         keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
         seeds: int64 [B * H]; the mask is made from them when `keep` is None.
         p: dropout probability.
         wide: True multiplies q by k in fp32 on a CPU, whatever their dtype.
         bias: added to the scores (CPU only); broadcasts to [B, H, S, T] and gets no gradient; or None.
-        places: [S], index of each token in a row of `drawn` tokens; None: the tokens are the first S of the row.
-        drawn: tokens L of a row, padding included, for which a CPU draws a mask [L, L] from each seed; 0: masks are hashed.
+        places: index [S] of each token in the row of L (see `drawn`), if its padding was removed; None: the first
+            tokens.
+        drawn: 0: dropout masks are hashed from the seeds. L > 0 (CPU only): a generator draws from each seed the mask
+            [L, L] of a row of L tokens, padding included, of which the rows and columns of these tokens are taken.
     """
     if q.device.type != "cpu" and cannot(q):
         given = (table, classes, key_mask, keep, seeds, p)
@@ -105,9 +110,11 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of q [B, H, S, D] with all weights [B, H, S, T] in memory; the backward recomputes nothing.
-    `table` [H, C] is a bias per head and class, `classes` the class of each distance, `keep` or `seeds` give the dropout
-    mask; all arguments are those of `attention`, which computes block by block.
+    """Compute attention [B, H, S, D] of q [B, H, S, D], k and v [B, H, T, D] with all weights in memory. `scale`
+    multiplies the scores. With `causal`, the queries are the last S of T positions and see no later key, and only the
+    last `window` keys if that is not 0. `table` [H, C] has a bias per head and bucket of distances j - i, `classes`
+    [S + T - 1] the bucket of each distance. `key_mask` [B, T] or [B, S, T] is False for hidden keys. The dropout mask
+    is `keep` [B, H, S, T] or, if that is None, hashed with probability `p` from `seeds` [B * H].
     """
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale
@@ -148,7 +155,10 @@ def _forward(
     seeds: Tensor | None, places: Tensor | None,
     p: float, scale: float, causal: bool, window: int, drawn: int, wide: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `attention` of q, k, v [B, S, H, D]; return (output [B, S, H, D], log-sum-exp of the scores [B, H, S])."""
+    """Compute attention of q [B, S, H, D], k and v [B, T, H, D]; return (output [B, S, H, D], log-sum-exp of the scores
+    [B, H, S], zeros on a CPU). The other arguments are those of `attention`: bias by distance (`table`, `classes`),
+    added `bias`, `key_mask`, dropout (`keep`, `seeds`, `places`, `p`, `drawn`), `scale`, `causal`, `window`, `wide`.
+    """
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):
@@ -216,9 +226,11 @@ def _backward(
 
 
 class _Blocks:
-    """Attention scores on a CPU, block by block: some heads of a batch row, a run of queries, all keys that they may see.
+    """Attention scores of q [B, S, H, D] and k [B, T, H, D] on a CPU, block by block: `of(row)` yields the blocks of a
+    batch row, each of some heads, consecutive queries and all keys that they may see; `weights` and `mask` compute a
+    block.
 
-    Scores, and the product of q and k, are in `dtype`; the other products are in the dtype of q.
+    `given` has the options of attention. Scores are in fp32 if `given.wide`, else in the dtype of q.
     """
 
     def __init__(self, q: Tensor, k: Tensor, given: Given):
@@ -246,7 +258,9 @@ class _Blocks:
         self.kept = 1.0 - given.p if hashed_or_drawn else 1.0  # share of weights that a mask leaves
 
     def of(self, row: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield slices (heads, queries, keys) of each block of scores in batch row `row`, which becomes `self.row`."""
+        """Yield slices (heads, queries, keys) of each block of batch row `row`: for some heads all queries, then the
+        next heads. `weights` and `mask` compute blocks of this row until the next call of `of`.
+        """
         scale, self.row, self.drawn = self.given.scale, row, None
         queries = self.q[row].to(self.dtype)
         self.queries = queries if scale == 1.0 else queries * scale
@@ -267,7 +281,9 @@ class _Blocks:
         return slice(min(first, self.T), min(stop + later, self.T))
 
     def weights(self, heads: slice, rows: slice, keys: slice) -> Tensor:
-        """Return the softmax of a block's scores [heads, queries `rows`, keys], 0 without visible keys; later calls overwrite it."""
+        """Return the softmax of the scores [heads, queries, keys] of a block of the current batch row, whose slices
+        `of` yielded; 0 for a query that sees no key. The next call overwrites the result.
+        """
         queries, given, row = self.queries[heads, rows], self.given, self.row
         s = _first(self.scores, (*queries.shape[:2], keys.stop - keys.start))
         torch.bmm(queries, self.keys[heads, keys].transpose(1, 2), out=s)
@@ -305,7 +321,10 @@ class _Blocks:
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return a block's dropout mask [heads, queries `rows`, keys]: given (0, 1/(1-p)) or from seeds (0, 1); or None."""
+        """Return the dropout mask [heads, queries, keys] of a block of the current batch row; None without dropout. A
+        mask that was given (`given.keep`) holds 0 and 1/(1-p), one made from seeds 0 and 1: there the caller divides
+        the attention's output by `self.kept` = 1-p.
+        """
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]
@@ -321,8 +340,9 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Draw dropout masks [heads, queries, keys] for a batch row, each from the seed of its head. If
-        `given.places` is set, a mask is drawn for `given.drawn` tokens and reduced to those at `places`.
+        """Draw a dropout mask of 0 and 1 for each of `seeds`, one per head of a batch row; return
+        [heads, queries, keys]. Masks are for all `given.drawn` tokens of the row with padding; if `given.places` has
+        the indices of the tokens that are no padding, only their rows and columns are returned.
         """
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
@@ -331,7 +351,9 @@ class _Blocks:
 
 
 class _Sum:
-    """Accumulator for the gradient of keys or values; in fp32 when several blocks of queries add to it."""
+    """Gradient of the keys or values [H, T, D] of a batch row, to which `add` adds a block's share and which `finish`
+    writes to `out`. The sum is in fp32, or in the dtype of `out` if each key gets a single share.
+    """
 
     def __init__(self, out: Tensor, blocks: _Blocks):
         self.out = self.total = out

@@ -47,9 +47,9 @@ def seeded_attention(
         scaling: factor of the scores.
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.
-        drawn: how masks come from seeds: 0 hashes each element from seed and position. L > 0 (CPU only) is the length
-            of a row with padding: a generator draws [L, L] from each seed, of which queries and keys get their part.
-        places: [S], index of each token in its row of `drawn` tokens; None: the tokens are the first S of that row.
+        drawn: 0: dropout masks are hashed from the seeds. L > 0 (CPU only): a generator draws from each seed the mask
+            [L, L] of a row of L tokens, padding included, of which the rows and columns of these tokens are taken.
+        places: index [S] of each token in the row of L, if its padding was removed; None: the first tokens of the row.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

@@ -33,13 +33,8 @@ def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
 def dropout(
     x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
-    """Compute mask * x; the backward applies the same mask to the gradient.
-
-    Args:
-        x: [B, ...].
-        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
-        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute mask * x for x [B, ...]; the backward applies the same mask to the gradient. The mask is `keep` [B, ...],
+    of 0 and 1/(1-p), or if that is None hashed with probability `p` from `seeds`, int64 [B].
     """
     if keep is not None:
         return x * keep

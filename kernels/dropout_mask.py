@@ -15,14 +15,9 @@ from slapo_zoo.parallel.rng.device_seeds import hashed_cells, split_cells
 
 
 def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) -> Tensor | None:
-    """Return the dropout mask of x, 0 or 1/(1-p) in its shape and dtype; None without dropout.
-
-    Args:
-        x: tensor to be dropped.
-        keep: the mask itself, or None.
-        seeds: int64 [n]; x is cut into n runs of equal length in row-major order, and each is masked by
-            its own seed. Used when `keep` is None.
-        p: dropout probability.
+    """Return the dropout mask of x, 0 or 1/(1-p) in its shape and dtype: `keep` if that is not None, else hashed with
+    probability `p` from `seeds`, int64 [n], or None without seeds. x is then cut into n runs of equal length in
+    row-major order, and each is masked by its own seed.
     """
     if keep is not None or seeds is None or p == 0.0:
         return keep
@@ -31,16 +26,17 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 
 
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
-    """Return a kernel's dropout arguments in place of `module`: {"keep": mask} or {"seeds": ..., "p": ...}; {} in eval mode.
+    """Return the arguments with which a kernel drops elements as `module` would: {"keep": mask in the shape of x} or
+    {"seeds": int64 [n], "p": probability}; {} if it drops none (eval mode or p = 0).
 
-    If slapo_zoo has replaced the module's forward, so that dropout is the same on every mesh, the new forward has a
-    function `draws`, which returns a mask on a CPU, seeds elsewhere. Otherwise new seeds come from torch's generator on
-    a GPU; on a CPU, or if other code has replaced the forward, the module is called on ones to get its mask.
+    A forward that slapo_zoo put into the module, so that dropout is the same on every mesh, has a function `draws`,
+    which is called: it returns seeds on a GPU, a mask on a CPU. Any other module gets new seeds from torch's generator
+    on a GPU if its forward was not replaced; else it is called on a tensor of ones, and its output is the mask.
 
     Args:
         module: an nn.Dropout.
         x: tensor to be dropped; only shape, dtype and device are used.
-        cells: number of seeds to return, e.g. rows * heads; 0: as many as `draws` returns, or else one per row of x.
+        cells: number n of seeds, for attention batch rows * heads; 0: one per row of x, or as many as `draws` returns.
     """
     if not module.training or module.p == 0.0:
         return {}
@@ -77,15 +73,9 @@ def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
 
 
 def hides_only_padding(mask: Tensor | None, queries: int, size: int, causal: bool) -> bool:
-    """Return whether a mask of `transformers` hides only padding keys and, if causal, later keys.
-
-    Packed sequences have other masks. The answer is cached on the mask, which all layers share.
-
-    Args:
-        mask: [B, 1, S or 1, T], True or 0 where a key is seen.
-        queries: number of queries S.
-        size: number of keys T; the mask may have more.
-        causal: True if a query sees only keys up to its own position; the queries are the last S of T positions.
+    """Return whether `mask` [B, 1, S or 1, T or more], True or 0 where a key is seen, hides only padding and, if
+    `causal`, keys later than the query (masks of packed sequences hide more). There are `queries` = S queries, the last
+    of `size` = T positions. The answer is cached on the mask, which all layers share.
     """
     if mask is None or mask.shape[2] == 1 or mask.is_meta or isinstance(mask, FakeTensor):
         return True

@@ -32,9 +32,9 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
 
 @triton.jit
 def mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
-    "keep" loads them from `keep` [M, N] where `ok`, True inside x; "seeds" hashes them, with one of
-    `seeds` for every `cell` rows of x, and compares with `threshold`.
+    """Return the dropout factors, 0 or `scale`, of elements (m[i], n[j]) of x [M, N], as a tile. With MASK "keep" they
+    are loaded from `keep` [M, N] where the tile `ok` is True (inside x). With "seeds" an element is hashed from the
+    seed of its row (there is one in `seeds` for every `cell` rows), and is dropped if the hash is below `threshold`.
     """
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]

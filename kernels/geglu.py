@@ -15,9 +15,7 @@ TANH = ("NewGELUActivation", "PytorchGELUTanh", "GELUTanh")
 
 
 def reference(gate: Tensor, up: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Compute gelu_tanh(gate) * up, then dropout with one of `seeds` per batch row, in torch
-    operations (arXiv:2002.05202; T5DenseGatedActDense).
-    """
+    """Compute gelu_tanh(gate) * up, then dropout with a seed per batch row (arXiv:2002.05202; T5DenseGatedActDense)."""
     y = gelu_reference(gate, approximate="tanh") * up
     mask = mask_like(gate, None, seeds, p)
     return y if mask is None else y * mask
@@ -53,13 +51,7 @@ def geglu(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute gelu_tanh(gate) * up * mask in one pass, and its gradients in another.
-
-    Args:
-        gate: [B, ..., N].
-        up: tensor in the shape of gate.
-        keep: dropout mask of 0 and 1/(1-p) in the shape of gate, or None.
-        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute gelu_tanh(gate) * up * mask in one pass, and its gradients in another. gate and up are [B, ..., N]. The
+    dropout mask is `keep` [B, ..., N] of 0 and 1/(1-p), or if None hashed with probability `p` from `seeds`, int64 [B].
     """
     return activation("geglu", "gelu_tanh", gate, None, up, keep, seeds, p)

@@ -45,13 +45,8 @@ def _cannot(module: Any) -> str:
     cpu="F.layer_norm",
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Compute LayerNorm over the last axis in one GPU launch; the backward is one launch, then sums of dw and db over rows.
-
-    Args:
-        x: [..., N].
-        weight: [N].
-        bias: [N], or None.
-        eps: added to the variance.
+    """Compute LayerNorm over the last axis of x [..., N] with weight and bias [N] in one GPU launch; the backward is
+    one launch, then sums of dw and db over rows. `eps` is added to the variance.
     """
     if not runs_triton("layer_norm", x) or x.shape[-1] > MOST_COLUMNS:
         return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)

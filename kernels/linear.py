@@ -28,13 +28,7 @@ def inputs(M: int, K: int, N: int, **like: Any) -> dict[str, Any]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, a tensor [..., N].
-
-    Args:
-        x: [..., K].
-        weight: [N, K].
-        bias: [N], or None.
-    """
+    """Return x W^T + b, a tensor [..., N], for x [..., K], weight W [N, K] and bias b [N] or None."""
     if x.device.type != "cpu":
         return functional.linear(x, weight, bias)
     return _apply(x, weight, bias, False)

@@ -30,8 +30,9 @@ def reference(
     chunk_bytes: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the loss of the logits x W^T + bias [N, V] by torch (loss_utils.py: ForCausalLMLoss); x is [N, H],
-    `target` [N]. The arguments are those of `lm_loss.lm_loss`.
+    """Compute the cross-entropy of logits x W^T + bias [N, V] and classes `target` [N] in torch operations
+    (loss_utils.py: ForCausalLMLoss). x is [N, H], or the logits if `weight` is None. Return [N] if `reduction` is
+    "none", else the sum divided by `num_items` (None: number of targets but `ignore_index`). `chunk_bytes` is unused.
     """
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
@@ -67,7 +68,7 @@ def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run the LM head `module` on hidden states [..., H]; return logits, which in training are computed when read."""
+    """Run the LM head `module`; return logits: in training LogitsOnDemand, a tensor computed when values are read."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
@@ -97,8 +98,9 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Compute F.cross_entropy(x W^T + bias, target) in fp32 for x [N, H]; `args` and `options` are the further
-    arguments of `lm_loss.lm_loss` (bias, ignore_index, label_smoothing, ...).
+    """Return F.cross_entropy(x W^T + bias, target) in fp32, a scalar, for x [N, H], or for logits x [N, V] if `weight`
+    [V, H] is None. `args` and `options` are those of `lm_loss.lm_loss` after `target`: bias, ignore_index,
+    label_smoothing, num_items (divisor), chunk_bytes, reduction, and for sharded classes vocab_size, group, summed.
 
     A TorchFunctionMode can intercept this call, as it can F.cross_entropy: `loss_means.GlobalMeans` does so to divide
     by the number of targets in the whole batch.

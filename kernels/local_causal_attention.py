@@ -31,10 +31,10 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute GPT-Neo's windowed attention of q, k, v [B, H, S, D] in torch operations
-    (GPTNeoSelfAttention._attn); the arguments are those of the kernel `local_causal_attention`.
-
-    GPT-Neo's FlashAttention-2 path is no reference: it ignores the window.
+    """Compute GPT-Neo's attention (GPTNeoSelfAttention._attn) of queries q [B, H, S, D], the last S of T positions, to
+    the last `window` keys of k, v [B, H, T, D] (0: all earlier keys), in torch operations. `key_mask` [B, T] is False
+    at padding. With `seeds` [B * H], dropout masks are hashed from them with probability `p`. GPT-Neo's
+    FlashAttention-2 path is no reference: it ignores the window.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
@@ -112,18 +112,11 @@ def local_causal_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute causal attention to the last `window` keys, [B, H, S, D]; time and memory grow with S * window.
-
-    Args:
-        q: queries [B, H, S, D].
-        k: keys [B, H, T, D]; the queries are the last S of T positions.
-        v: values [B, H, T, D].
-        window: number of keys that a query sees, its own included; 0: its own and all earlier keys (global layers).
-        scale: factor of the scores; 1 in GPT-Neo.
-        key_mask: [B, T], False where a key is padding.
-        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
-        seeds: int64 [B * H]; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute causal attention [B, H, S, D] of queries q [B, H, S, D], the last S of T positions, to keys k and values
+    v [B, H, T, D]; time and memory grow with S * window. A query sees the last `window` keys, its own included; for 0
+    (global layers) its own and all earlier ones. `scale` multiplies scores (1 in GPT-Neo), `key_mask` [B, T] is False
+    where a key is padding. The dropout mask is `keep` [B, H, S, T], of 0 and 1/(1-p), or if that is None hashed with
+    probability `p` from `seeds`, int64 [B * H].
     """
     args = (None, None, key_mask, keep, seeds, p)
     return attention(q, k, v, scale, True, window, *args)

@@ -35,20 +35,10 @@ def norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z) in the shape of x: z = mask * (x + x_bias) + residual, where an argument that is None is left
-    out, and y = LayerNorm(z).
-
-    Args:
-        x: [..., N].
-        weight: [N].
-        bias: [N], or None.
-        eps: added to the variance.
-        rms: True for RMSNorm: no mean is subtracted, and the variance is the mean of squares.
-        x_bias: [N], or None.
-        residual: tensor in the shape of x, or None.
-        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
-        seeds: int64, one per batch row; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute (y, z) in the shape of x [..., N]: z = mask * (x + x_bias) + residual, where an argument that is None is
+    left out, and y = LayerNorm(z) with `weight` and `bias` [N]; with `rms` RMSNorm(z), which subtracts no mean.
+    `x_bias` is [N], `residual` [..., N]; `eps` is added to the variance. The dropout mask is `keep` [..., N], of 0 and
+    1/(1-p), or if that is None hashed with probability `p` from `seeds`, int64, one per batch row.
     """
     if x_bias is not None and not fits_registers(x.shape[-1], True):
         x, x_bias = x + x_bias, None
@@ -60,7 +50,9 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether `arguments`, those of `_forward`, have a bias of x, a residual or dropout, so that z is not x."""
+    """Return whether z = mask * (x + x_bias) + residual differs from x: whether `arguments`, the tuple of all arguments
+    of `_forward`, have an x_bias, a residual or dropout.
+    """
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped
@@ -172,8 +164,10 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z [M, N], x (empty if equal to that of z), weight, bias and x_bias [N] (empty if there is
-    none). `dy` and `dz` (or None) are the gradients of the results (y, z) of `norm`; `mean` and `rstd` (1 / std) are [M].
+    """Return the gradients of z and x [M, N] (that of x is empty without dropout, where it equals that of z), weight,
+    bias and x_bias [N] (empty with `rms`, and without x_bias) for z = mask * (x + x_bias) + residual and y = norm(z).
+    `dy` and `dz` (None: 0) are the gradients of y and z; `mean` (unused if `rms`) and `rstd` = 1 / std are [M]. The
+    dropout mask is `keep` [M, N], or hashed from `seeds`, one per M / n rows; `rms` means RMSNorm.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

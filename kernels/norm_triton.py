@@ -56,9 +56,11 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute, in Triton program i of k, the gradients d_sum of z and dx of x in row tiles i, i + k, i + 2k, ..., and
-    sums over these rows: row i of dw, db and dx_bias [k, N]. `dy` and `dz` (if DZ) are the gradients of y and z; MASK
-    says where the dropout mask comes from: "keep", "seeds" or "none".
+    """Compute the gradients `d_sum` of z and, with dropout, `dx` of x for z = mask * (x + x_bias) + residual and y =
+    norm(z). Triton program i of k takes tiles i, i + k, ... of ROWS rows, and writes its sums over them to row i of
+    `dw`, `db` (not if RMS) and `dx_bias` (if X_BIAS), each [k, N]. `dy` and `dz` (if DZ) are the gradients of y and z,
+    `means` and `rstds` (1 / std) are [M]. MASK is "none", "keep" (the mask is `keep` [M, N]) or "seeds" (each of
+    `seeds` is hashed for `cell` rows; hashes below `threshold` drop, others multiply by `scale`).
     """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -125,10 +127,10 @@ def forward(
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel on rows x [M, N]; return y, z [M, N], mean [M] and 1 / std [M].
-
-    z is the sum that is normalised, mask * (x + x_bias) + residual; empty if it would equal x. With
-    `rms` mean is empty. The arguments are those of `norm.norm`.
+    """Launch the forward kernel for z = mask * (x + x_bias) + residual and y = norm(z), with x [M, N]; return y, z
+    [M, N], mean [M] and 1 / std [M]. z is empty without x_bias, residual and dropout, where it equals x; mean is empty
+    with `rms` (RMSNorm). The dropout mask is `keep` [M, N] or, if None, hashed with probability `p` from `seeds` [n],
+    one per M / n rows.
     """
     M, N = x.shape
     x, weight, bias, x_bias, residual, keep = contiguous(x, weight, bias, x_bias, residual, keep)
@@ -160,8 +162,10 @@ def backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for `dy` and `dz`, the gradients of y and z. Return the gradients of z, x (empty if
-    equal to that of z), weight, bias and x_bias. `mean` and `rstd` (1 / std) come from `forward`.
+    """Launch the backward kernel for `dy` and `dz` (None: 0), the gradients of y = norm(z) and z = mask * (x + x_bias)
+    + residual. Return the gradients of z and x [M, N] (that of x is empty without dropout, where it equals that of z),
+    weight, bias and x_bias [N] (empty with `rms`, and without x_bias). z, `mean`, `rstd` (1 / std) are from `forward`;
+    the dropout mask is `keep` [M, N] or hashed with probability `p` from `seeds`.
     """
     M, N = z.shape
     dy, dz, z, weight, keep = contiguous(dy, dz, z, weight, keep)

@@ -38,12 +38,7 @@ def _cannot(module: Any) -> str:
 def relu_dropout(
     x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
-    """Compute relu(x) * mask in one pass, and its gradient in another.
-
-    Args:
-        x: [B, ..., N].
-        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
-        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute relu(x) * mask in one pass, and its gradient in another. x is [B, ..., N]. The dropout mask is `keep`
+    [B, ..., N], of 0 and 1/(1-p), or if that is None hashed with probability `p` from `seeds`, int64 [B].
     """
     return activation("relu_dropout", "relu", x, keep=keep, seeds=seeds, p=p)

@@ -57,13 +57,7 @@ def _cannot(module: Any) -> str:
     cpu="LayerNorm's backward and a correction",
 )  # fmt: skip
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute RMSNorm over the last axis, in the dtype of x.
-
-    Args:
-        x: [..., N].
-        weight: [N].
-        eps: added to the mean of squares.
-    """
+    """Compute RMSNorm of x [..., N] over the last axis, in its dtype, with weight [N]; `eps` is added to mean(x * x)."""
     if x.is_cuda and not runs_triton("rms_norm", x):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     return norm(x, weight, None, eps, rms=True)[0]

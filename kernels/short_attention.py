@@ -74,15 +74,7 @@ def _serves(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
-    """Compute softmax(scale * q k^T) v, as [B, S, H, D].
-
-    Args:
-        q: queries [B, H, S, D].
-        k: keys in the shape of q.
-        v: values in the shape of q.
-        scale: factor of the scores.
-        causal: True if no query sees a later key.
-    """
+    """Compute softmax(scale * q k^T) v of q, k, v [B, H, S, D] as [B, S, H, D]; `causal` hides later keys."""
     if q.device.type != "cpu":
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
         return out.transpose(1, 2)

@@ -26,8 +26,9 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the masked-language-model loss of hidden states [B, S, H] by torch, with logits of all tokens
-    (BertForMaskedLM); the arguments are those of the kernel `sparse_mlm_head_loss`.
+    """Compute the masked-language-model loss (BertForMaskedLM), a scalar, in torch operations: with logits for all
+    tokens of `hidden` [B, S, H]. `transform` is the head before its decoder of `weight` [V, H'] and `bias`; `labels`
+    [B, S] are -100 where not masked. The summed loss is divided by `num_items` (None: number of masked tokens).
     """
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias

@@ -53,12 +53,7 @@ def _cannot(module: Any) -> str:
     passes=("act_fn",),
 )  # fmt: skip
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up in one pass; only gate and up are saved for the backward.
-
-    Args:
-        gate: [..., N].
-        up: tensor in the shape of gate.
-    """
+    """Compute silu(gate) * up of two tensors [..., N] in one pass; only gate and up are saved for the backward."""
     return activation("swiglu", "silu", gate, up=up)
 
 

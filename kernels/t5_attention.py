@@ -92,11 +92,12 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Run T5Attention.forward (same arguments) with this kernel; return (output, bias table, None).
+    """Run T5Attention.forward (same arguments) with this kernel; return (output, position bias, None). The next layer
+    gets that position bias as `position_bias`: here T5's weight [buckets, H], elsewhere the bias [1, H, S, T] made from
+    it.
 
-    The table, weight [buckets, H], goes to the next layer as `position_bias`. The class's own forward, which makes a
-    bias [1, H, S, T], runs for packed sequences, under a compiler, with a cache that holds tokens, and if `position_bias`
-    has this shape. In the last two cases that bias is returned instead of the table.
+    The class's own forward runs for packed sequences, for masks under a compiler, if a cache holds tokens, and if
+    `position_bias` is [1, H, S, T]; it returns a bias [1, H, S, T] in the last case, and in a first layer with a cache.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
@@ -127,9 +128,7 @@ def _forward(
 
 
 def _bias_of(module: Any, table: Tensor, S: int, T: int) -> Tensor:
-    """Return the position bias [1, H, S, T] of T5Attention `module` with weight `table` [buckets,
-    H]; queries are the last S positions.
-    """
+    """Return T5's bias [1, H, S, T] for the last S of T positions, made from T5Attention's weight `table` [buckets, H]."""
     i, j = (torch.arange(n, T, device=table.device) for n in (T - S, 0))
     far = module.relative_attention_max_distance
     bucket = relative_buckets(j - i[:, None], not module.is_decoder, len(table), far)
@@ -141,8 +140,8 @@ def _heads(module: Any, x: Tensor) -> Tensor:
 
 
 def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tuple[Tensor, Tensor]:
-    """Append keys and values to the cache, as T5Attention does; return all (keys, values). `cross`
-    is True in cross-attention, which has a cache of its own.
+    """Append k and v [B, H, T, D] to a `cache` of transformers; return all of this layer's (keys, values) in it. With
+    `cross`, an EncoderDecoderCache stores them as those of cross-attention, to be reused in later calls.
     """
     from transformers import EncoderDecoderCache
 
@@ -184,21 +183,12 @@ def t5_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute T5's attention, [B, H, S, D], with deterministic gradients, in O(S + T) memory; without
-    Triton, small inputs keep all attention weights.
-
-    Args:
-        q: queries [B, H, S, D].
-        k: keys [B, H, T, D]; if causal, the queries are the last S of T positions.
-        v: values [B, H, T, D].
-        weight: weight [buckets, H] of `relative_attention_bias`; None in cross-attention.
-        bidirectional: True if later and earlier keys have different buckets (the encoder).
-        causal: True if no query sees a later key (the decoder).
-        key_mask: [B, T], False where a key is padding.
-        max_distance: all distances beyond it share a bucket.
-        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
-        seeds: int64 [B * H]; the mask is hashed from them when `keep` is None.
-        p: dropout probability.
+    """Compute T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D], with deterministic gradients, in O(S
+    + T) memory; without Triton, small inputs keep all attention weights. `weight` [buckets, H] is that of
+    `relative_attention_bias`, None in cross-attention. With `bidirectional` (the encoder) later and earlier keys have
+    different buckets; distances past `max_distance` share one. With `causal` (the decoder) the queries are the last S
+    of T positions and see no later key. `key_mask` [B, T] is False where a key is padding. The dropout mask is `keep`
+    [B, H, S, T], of 0 and 1/(1-p), or if that is None hashed with probability `p` from `seeds`, int64 [B * H].
     """
     table, classes = None, None
     if weight is not None:
@@ -216,8 +206,10 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (biases [H, C] per head and class, i.e. range of distances; int32 [S + T - 1], the class of each distance).
-    `weight` is T5's bias table [buckets, H]; query i has position i + offset; distances beyond `max_distance` share a class.
+    """Return (table [H, buckets], int32 [S + T - 1]). Element j - i + S - 1 of the second is the column of the table
+    for key j and query i, which has position i + `offset`. `weight` is T5's bias table [buckets, H], whose buckets are
+    sorted so that columns ascend with j - i. With `bidirectional`, later keys have own buckets; distances past
+    `max_distance` share one.
     """
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)

@@ -33,11 +33,8 @@ def _gradients(ctx: Any, d_statistics: Tensor) -> tuple:
 
 @operator("cross_entropy_statistics", _fake, _setup, _gradients)
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Return [3, N] in fp32: log-sum-exp of each row, its target's logit (0 for -1), and the sum of its logits.
-
-    Args:
-        logits: [N, C], all classes or a shard of them.
-        target: [N], the target's column in `logits`, or -1 if it is in another shard or ignored.
+    """Return [3, N] in fp32: log-sum-exp of each row of logits [N, C] (all classes or a shard of them), its target's
+    logit (0 for -1), and the sum of its logits. `target` [N] is the target's column, -1 if in another shard or ignored.
     """
     if in_triton(logits):
         from slapo_zoo.kernels.loss import cross_entropy_triton
@@ -77,7 +74,9 @@ def _by_row(logits: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> Tensor:
-    """Combine statistics [n, 3, N] (log-sum-exp, target's logit, sum) of n vocabulary shards into those [3, N] of all."""
+    """Combine the statistics [n, 3, N] of n vocabulary shards into those [3, N] of all classes: each row's log-sum-exp,
+    its target's logit (0 in a shard that lacks the target) and the sum of its logits.
+    """
     return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
 
 
@@ -99,10 +98,10 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
     """Return the gradient [N, C] of the logits: softmax * d[0] + onehot * d[1] + d[2], with d = d_statistics.
 
     Args:
-        logits: [N, C].
+        logits: [N, C], all classes or a shard of them.
         target: [N], the target's column in `logits`, or -1 if it is in another shard or ignored.
-        log_sum: [N], log-sum-exp of each row of `logits`.
-        d_statistics: [3, N], gradient of the result of `statistics`.
+        log_sum: [N], log-sum-exp of each row over all classes.
+        d_statistics: [3, N], gradient of the three `statistics`: log-sum-exp, target's logit, sum of the logits.
     """
     out = padded_columns(logits, *logits.shape)
     if in_triton(logits):
@@ -111,7 +110,10 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Overwrite the logits [N, C] by their gradient and return them; the arguments are those of `gradient`."""
+    """Overwrite the logits [N, C] by their gradient softmax * d[0] + onehot * d[1] + d[2], and return them. d is
+    `d_statistics` [3, N], the gradients of each row's log-sum-exp, target's logit and sum of logits. `target` [N] is
+    the target's column, -1 if in another shard or ignored; `log_sum` [N] is the log-sum-exp over all classes.
+    """
     if in_triton(logits):
         from slapo_zoo.kernels.loss import cross_entropy_triton
 
@@ -123,7 +125,10 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """Write the gradient of the logits to `out` [N, C], which may be `logits`; return `out`. Arguments are as in `gradient`."""
+    """Write the gradient of the logits to `out` [N, C], which may be `logits`, in torch operations; return `out`.
+    `target` [N] is each row's column of the target (-1: none), `log_sum` [N] the log-sum-exp over all classes,
+    `d_statistics` [3, N] the gradient of log-sum-exp, target's logit and sum of logits.
+    """
     if not logits.shape[1]:
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]

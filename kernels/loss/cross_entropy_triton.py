@@ -85,7 +85,10 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Overwrite logits [N, C] by their gradient in Triton; return them. The arguments are those of `cross_entropy.gradient`."""
+    """Overwrite logits [N, C] by their gradient; return them. `target` [N] is each row's column of the target (-1:
+    none), `log_sum` [N] the log-sum-exp over all classes, `d_statistics` [3, N] the gradient of (log-sum-exp, target
+    logit, sum).
+    """
     N, C = logits.shape
     if N and C:
         block = min(BLOCK, triton.next_power_of_2(C))

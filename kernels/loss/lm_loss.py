@@ -41,7 +41,7 @@ def lm_loss(
     group: Any = None,
     summed: bool = False,
 ) -> Tensor:
-    """Return the cross-entropy in fp32, reduced as by F.cross_entropy; the mean over no targets is NaN.
+    """Return the cross-entropy in fp32, the same on all ranks; the mean over no targets is NaN.
 
     Args:
         x: hidden states [N, H], equal on all ranks; without a weight the logits [N, C].
@@ -52,10 +52,11 @@ def lm_loss(
         label_smoothing: as in F.cross_entropy, over V classes.
         num_items: divisor of the sum; None for the number of targets that are not ignored.
         chunk_bytes: most bytes of logits at a time; None chooses by device and dtype.
-        reduction: "mean" or "sum"; for logits also "none". `num_items` is used with "mean" only.
+        reduction: "mean" or "sum" give a scalar; for logits also "none": [N]. `num_items` is used with "mean" only.
         vocab_size: number of classes V; None for the number of columns on this rank.
-        group: ranks that shard the vocabulary, the last perhaps with padding; None for one rank.
-        summed: whether the module that made x all-reduces the gradient of x over the group; else this loss does.
+        group: process group whose ranks have C classes each, the last ranks perhaps padding; None: not sharded.
+        summed: True if the backward of the module that made x all-reduces the gradient of x over `group`; False: the
+            backward of this loss does.
     """
     counts, ignored = target != ignore_index, target == ignore_index
     columns = x.shape[1] if weight is None else weight.shape[0]
@@ -116,9 +117,9 @@ def _local(target: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _joined(statistics: Tensor, group: Any) -> Tensor:
-    """All-gather the statistics [3, N] of this rank's columns over `group`; return those of all columns.
-
-    Every rank computes the same loss from them, so the gradient of its own columns is already complete.
+    """Return each row's log-sum-exp, target's logit and sum of logits [3, N] over all classes, combined from those
+    `statistics` [3, N] of each rank of `group`, which are all-gathered. Every rank computes the same loss from them, so
+    the gradient of its own columns is complete.
     """
     if group is None:
         return statistics
@@ -277,8 +278,8 @@ def _loss_and_gradient_(
 def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
-    """Overwrite logits by the gradient of `scale` times the sum of their losses; return that sum. The rows must fit the
-    cache of a CPU. `counts` is False for ignored rows, `smoothing` is the label smoothing.
+    """Return the summed loss of the logits' rows; overwrite the logits by the gradient of `scale` times that sum. The
+    rows must fit the cache of a CPU. `counts` [rows] is False for ignored rows; `smoothing` is the label smoothing.
     """
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]

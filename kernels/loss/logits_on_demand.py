@@ -49,10 +49,11 @@ class Head:
         before: function that maps rows to the rows for `linear` (BERT's transform), or None.
         vocab_size: number of classes V.
         group: ranks that shard the vocabulary, or None.
-        summed: whether the module before the head all-reduces the gradient of the rows over the group.
+        summed: True if the module before the head all-reduces the gradient of the rows over `group`, so that the loss
+            must not.
         root: module whose weights `logits` reads; None takes `linear`.
-        within: returns a context in which the weights of `root` are as in its forward: cast by mixed precision, and
-            gathered by ZeRO or FSDP; None makes that context from `root`.
+        within: function that returns a context in which the weights of `root` can be read outside of its forward (cast
+            by mixed precision, gathered by ZeRO or FSDP); None: one that does so for any of these engines.
     """
 
     linear: Any
@@ -150,8 +151,8 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return logits of the same hidden states for a head whose `vocab_size` classes are sharded over the ranks of
-        `group`, over which their loss and values are then computed; return these logits unchanged if `group` is None.
+        """Return logits of the same hidden states with `vocab_size` classes sharded over the ranks of `group`: a rank
+        computes its own columns, the loss combines all ranks. Return these logits themselves if `group` is None.
         """
         if group is None:
             return self
@@ -174,7 +175,9 @@ class LogitsOnDemand(torch.Tensor):
         return self.made
 
     def numbers(self) -> Tensor:
-        """Return the values of the logits without an autograd graph; SlapoError if an in-place change would be lost."""
+        """Return the values of the logits without an autograd graph. Raise SlapoError if code has changed the logits in
+        place, because the change would get no gradient.
+        """
         if self.changed():
             problem = "the logits were changed in place, and this operation would lose the gradient of the change"
             hint = "use the tensor that the in-place operation returned, or change a copy, logits.clone()"

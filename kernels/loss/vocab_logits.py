@@ -58,7 +58,7 @@ class VocabLogits(torch.Tensor):
         return logits
 
     def local(self) -> Tensor:
-        """Return this rank's columns, padding included, as a plain tensor."""
+        """Return this rank's columns of the logits, with the padding, as a plain tensor in the same autograd graph."""
         return self.as_subclass(torch.Tensor)
 
     def gathered(self) -> Tensor:
@@ -88,7 +88,9 @@ class VocabLogits(torch.Tensor):
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """Return func(x, *rest, **kwargs) on the local columns of x, in a tuple; None if `func` needs all columns."""
+    """Return the tuple (func(local, *rest, **kwargs),), where `local` is this rank's columns of x as a plain tensor;
+    None if `func` is no cast, view, slice or elementwise operation and so needs the columns of all ranks.
+    """
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
@@ -123,8 +125,8 @@ def _local_operand(x: VocabLogits, other: Any) -> Any:
 
 
 def sizes_before(last: int, func: Any, rest: tuple, kwargs: dict) -> tuple[int, ...] | None:
-    """Return all sizes but the last of the view func(x, *rest, **kwargs), if its last axis has `last` elements.
-    Return None for any other call.
+    """Return the sizes before the last if `func`, called with `rest` after the tensor, is view or reshape to sizes of
+    which the last is `last`; None for any other call.
     """
     if func not in (torch.Tensor.view, torch.Tensor.reshape) or not rest or kwargs:
         return None

@@ -96,7 +96,9 @@ def renamed(arguments: Sequence[str]) -> list[str]:
 
 
 def _away_from_stdout(record: logging.LogRecord) -> bool:
-    """Make DeepSpeed's log handlers write to stderr, as a logging filter; return False for a line to be dropped."""
+    """Return False, which drops a log record of DeepSpeed, for "Setting accelerator to CPU", else True. Called as a
+    logging filter for each record, it first makes DeepSpeed's log handlers write to stderr instead of stdout.
+    """
     for handler in logging.getLogger(record.name).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

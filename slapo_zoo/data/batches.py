@@ -102,7 +102,8 @@ class Stream:
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
         """Return the batch {name: [rows, ...]} of a step for data-parallel rank `dp_coord` of `dp`.
 
-        All ranks must call this with the same, ascending steps: a step that begins a block is a collective call.
+        All ranks must call this with the same, ascending steps: in the first step of each block (`block` rows, shuffled
+        together) rank 0 reads the block and sends it to all ranks.
         """
         block, turn = divmod(step, self.steps)
         if self.next is None:
@@ -116,7 +117,9 @@ class Stream:
         return part_of(self.task.collate(rows, generator_of(self.seed, step, CHANCE)), dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return {name: value} that a checkpoint keeps to resume at `step`: settings, beginning of the step's block."""
+        """Return {name: value} that a checkpoint keeps to resume at `step`: "seq_len", "seed", ..., "block_steps"
+        (steps per block of rows), and "at", the position in the data at which the step's block begins.
+        """
         at = self.next if self.next and step // self.steps > self.start["block"] else self.start
         return {**_settings(self), "block_steps": self.steps, "at": at}
 
@@ -127,7 +130,9 @@ class Stream:
         self.start, self.next, self.reader = position["at"], None, None
 
     def _read(self) -> None:
-        """Read on rank 0 the block of rows that begins at the position `self.start`, and send it to all ranks."""
+        """Read the next block of rows (`self.steps` batches), which begins at the position `self.start` in the data, on
+        rank 0; send it to all ranks, which call this together. After its last row, the data begin again.
+        """
         self.rows, self.next = once_for_all("reading data", self._block)
 
     def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -171,10 +176,8 @@ def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tenso
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """Return a random generator, equal on all ranks, seeded by the arguments.
-
-    `number` is the index of a step, epoch, block or evaluation batch; `purpose` is ORDER (of rows), CHANCE (which
-    tokens are masked) or EVALUATION.
+    """Return a random generator, equal on all ranks, seeded by the arguments. `number` is the index of a step, epoch,
+    block or evaluation batch; `purpose` is ORDER (of rows), CHANCE (which tokens are masked) or EVALUATION.
     """
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
     return torch.Generator().manual_seed(mixed)

@@ -266,8 +266,8 @@ def has_all(row: Columns, names: Sequence[str]) -> bool:
 
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
-    """Return the rows of a data set tokenized by `task`, cached on disk and mapped into memory by `datasets`.
-    `columns` maps the role of an input, e.g. "text", to the name of its column.
+    """Return a `datasets.Dataset` of the rows of `data`, tokenized by `task` ("input_ids", ...), cached on disk and
+    mapped into memory. `columns` maps each role of `task.roles`, e.g. "text", to the name of its column.
     """
     whole, names, count = data, sorted(set(columns.values())), len(data)
     if any(data.data.column(name).null_count for name in names):
@@ -339,9 +339,10 @@ def own_names(data: Any, column: str) -> tuple[str, ...]:
 
 
 def class_names(data: Any, column: str, own: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the names of the classes in the column `column` of the data set `data`; a name's index is the class id.
-    The column holds labels, or lists of labels. `own` are the class names that the model's head has from an earlier
-    training: they are returned if all labels are numbers below len(own), i.e. indices in `own`.
+    """Return the names of the classes in column `column` of the data set `data`, by class id: the names that the data
+    set itself has; else the texts in the column, sorted; or for numbers "0", "1", .... The column holds labels, or
+    lists of labels. If all are numbers below len(own), `own` is returned, the class names of the model's head from an
+    earlier training. DataError is raised for a single class, and for labels of several types.
     """
     if names := own_names(data, column):
         return names

@@ -41,8 +41,8 @@ def linear_loss(
     x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
     label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Return F.cross_entropy of the logits x W^T + bias, or of the logits `x` if `weight` is None. All logits are held in
-    memory. The loss, reduced as torch's `reduction` says, is divided by `num_items`.
+    """Return F.cross_entropy of the logits x W^T + bias [N, V] (x itself if `weight` is None) and `target` [N], -100
+    where ignored, reduced as torch's `reduction` says, divided by the number `num_items`. All logits are in memory.
     """
     logits = (x if weight is None else functional.linear(x, weight, bias)).float()
     options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
@@ -67,8 +67,9 @@ def t5_attention(
     **_: Any,
 ) -> Tensor:  # fmt: skip
     """Return T5's attention [B, H, S, D] of q [B, H, S, D] to k, v [B, H, T, D] by torch's fused attention. `weight`
-    [buckets, H] (None: no position bias), `bidirectional` and `max_distance` are those of T5's position bias;
-    `key_mask` [B, T] is True at keys that are no padding, `p` the probability of dropout.
+    [buckets, H] (None: no position bias), `bidirectional` and `max_distance` are those of T5's position bias. With
+    `causal` the queries are the last S of T positions and see no later key. `key_mask` [B, T] is True at keys that are
+    no padding, `p` the probability of dropout, whose mask torch draws. Other options of the kernel are ignored.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)

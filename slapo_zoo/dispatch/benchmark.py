@@ -144,7 +144,6 @@ def host_time(run: Callable[[], None]) -> float:
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
     """Return {alternative: function that runs forward and backward with arguments `given`, or text why it cannot run}.
-
     Alternatives are "ours" (the kernel `name`), "eager" (usual torch operations), "expert" (faster torch operations
     that an expert would use, from baselines.EXPERT), "compile" (torch.compile, if `compile`), "liger" (Liger Kernel).
     """
@@ -168,11 +167,13 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """Time forward and backward of the kernel `name` and of its alternatives (torch.compile only if `compile`).
+    """Time forward and backward of the kernel `name` and of its alternatives (torch.compile only if `compile`) on
+    `device`, "cpu" or "cuda", with random arguments of the sizes `shape`, those of the kernel's function
+    `inputs(*shape)`.
 
     Return a dict: "p20 ms", "p50 ms", "p80 ms" --> milliseconds of the kernel; "<alternative> / ours" --> ratio of
     median times, or why the alternative cannot run; "what" (kernel), "shape", "dtype", "bucket" (kernel:dtype:width).
-    On a GPU these are times of the device; "host ours ms" and "host eager ms" --> milliseconds that launches take the host.
+    On a GPU times are of the device; "host ours ms" and "host eager ms" --> milliseconds that launches take the host.
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -195,10 +196,10 @@ def measure(
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
     """Return ({bucket: `path` or "torch"}, {bucket: smallest ratio of an alternative's time to the kernel's}).
 
-    `rows` are results of `measure`. A bucket (kernel:dtype:last axis rounded up to a power of two) gets `path` ("ours"
-    or "triton": the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any
-    measurement, and one was at least 2 % slower in some. torch.compile is not compared: models run uncompiled. No bucket
-    gets it in which the kernel's launches take the host longer than the eager ones, and longer than the GPU computes.
+    `rows` are results of `measure`. A bucket is kernel:dtype:last axis, rounded up to a power of two; `path`, "ours" or
+    "triton", means that the kernel runs. It does if all alternatives (eager, expert torch code, Liger) took at least 98
+    % of the kernel's time in each measurement, and one took at least 102 % in one; but not if launching the kernel
+    takes the host longer than launching the eager code, and longer than the GPU computes. torch.compile does not count.
     """
     ratios: dict[str, list[float]] = {}
     late = {row["bucket"] for row in rows if _host_is_late(row)}
@@ -220,12 +221,9 @@ def _host_is_late(row: dict[str, Any]) -> bool:
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Write measurements to the JSON file of a device, with the table that says which kernels run; return the file's path.
-
-    Args:
-        device: "cpu", or the name of the GPU.
-        rows: results of `measure`; results for other shapes in the file are kept.
-        folder: folder of the file; None takes the user's cache folder, never the installed package.
+    """Write `rows`, results of `measure`, to the JSON file of `device` ("cpu", or the name of the GPU), with the table
+    that says which kernels run; return the file's path. Results for other shapes in the file are kept. `folder` None
+    takes the user's cache folder, never the installed package.
     """
     file = (folder or user_folder()) / f"{slug(device)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -268,16 +266,16 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """Benchmark all kernels in fp32 and bf16, on a GPU if there is one; return {title of the printed table: results}.
+    """Benchmark all kernels in fp32 and bf16, on a GPU if there is one; return {title for a printed table: results}.
 
-    Each result is the dict that `measure` returns for one kernel, shape and dtype, and is written to the device's JSON
-    file at once; a measurement that fails is logged and left out.
+    Each result is the dict that `measure` returns for one kernel, shape and dtype. Unless `quick`, it is written to the
+    device's JSON file at once. A measurement that fails is logged and left out.
 
     Args:
         quick: measure only the first shape of each kernel, and write nothing.
         only: comma-separated beginnings of kernel names; "" measures all kernels.
         folder: folder of the JSON file; None takes the user's cache folder.
-        again: also measure what the file has already.
+        again: also measure what the file has already; without effect if `quick`.
     """
     load_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -299,12 +297,8 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """Measure the named kernels that the device's JSON file of timings lacks, at one shape each, and write the results
-    to the file; return the table of all kernel timings of the device.
-
-    Args:
-        names: names of kernels; those without a benchmark are ignored.
-        device: "cpu", or the name of the GPU.
+    """Measure those kernels of `names` (if they have a benchmark) that the device's JSON file of timings lacks, at one
+    shape each, and write the results to the file; return the table of all timings of `device`, "cpu" or a GPU's name.
     """
     kind = "cpu" if device == "cpu" else "cuda"
     known = {row[0] for row in _measured_rows(device, None)}

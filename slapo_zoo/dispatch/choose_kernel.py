@@ -42,13 +42,8 @@ class Decision:
 
 
 def decide(name: str, dtype: str, size: int, device: str) -> Decision:
-    """Decide whether the kernel `name`, and not torch's operations, runs for an input on a device; the result says why.
-
-    Args:
-        name: name of the kernel.
-        dtype: dtype as text, e.g. "bfloat16".
-        size: length of the last axis: the width, or for attention the head dim.
-        device: "cpu", or the name of the GPU.
+    """Decide whether the kernel `name`, and not torch's operations, runs for an input of `dtype` ("bfloat16", ...) with
+    a last axis (for attention the head dim) of `size` elements on `device` ("cpu", or a GPU's name), and say why.
     """
     table, size = table_of(device), 1 << (max(size, 1) - 1).bit_length()
     start = f"{name}:{dtype}:"
@@ -86,10 +81,9 @@ def _between(known: list[int], size: int) -> tuple[int, int] | None:
 def _interpolated(
     table: Table, rows: Mapping[int, str], between: tuple[int, int], size: int
 ) -> float:
-    """Return the ratio (time of the best alternative) / (time of the kernel) at `size`, an input width; NaN if unknown.
-
-    The ratio is interpolated logarithmically between the two measured sizes `between`; `rows` maps measured sizes to
-    their keys in `table`, which has the measured ratios.
+    """Return the ratio (time of the best alternative) / (time of the kernel) at the input width `size`, interpolated
+    logarithmically between the two nearest measured widths `between`; NaN if `table` has no ratio for one of these.
+    `rows` maps a measured width to its key in `table`.
     """
     low, high = (table.ratios.get(rows[n], math.nan) for n in between)
     share = math.log2(size / between[0]) / math.log2(between[1] / between[0])
@@ -105,13 +99,8 @@ def _estimated(name: str, dtype: str, device: str) -> Decision:
 
 
 def falls_back(kernel: Kernel, dtype: torch.dtype, size: int, device: str) -> str:
-    """Return why the kernel's Triton code cannot run on a GPU, so torch's operations run; "" if it can, and on a CPU.
-
-    Args:
-        kernel: the registered kernel.
-        dtype: dtype of the input.
-        size: length of the input's last axis.
-        device: "cpu", or the name of the GPU.
+    """Return why the kernel's Triton code cannot run for an input of `dtype` with a last axis of `size` elements on a
+    GPU, so that torch's operations run; "" if it can, and for `device` "cpu".
     """
     if device == "cpu":
         return ""
@@ -158,7 +147,9 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 
 def _timed(name: str, dtype: str, size: int, device: torch.device) -> bool:
-    """Return whether timings on the device choose Triton for a kernel, dtype and last axis `size`; False without timings."""
+    """Return whether kernel `name` runs in Triton for `dtype`, last axis `size` and `device`, by timings stored earlier
+    for this device; False if there are none.
+    """
     known = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _decided(name, dtype, size, known, changes())
 
@@ -170,9 +161,9 @@ vars(_timed)["_dynamo_marked_constant"] = True
 
 @lru_cache(maxsize=1024)
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """Return whether the Triton code of kernel `name` runs for a dtype, size and device; False without timings there.
-
-    The result is cached. `tables` counts the changes of the timing tables so far: each change gives a new cache entry.
+    """Return whether the Triton code of kernel `name` runs for a dtype, last axis `size` and device, by the stored
+    timings; False if there are none for this kernel and device. The result is cached; `tables`, the number of changes
+    of the stored timings so far, only makes the cache miss after a change.
     """
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs

@@ -29,8 +29,8 @@ def is_faster_here() -> bool:
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Return whether oneDNN computes `a @ b` faster than torch's BLAS. `rows` is the number of rows of `a` flattened to a
-    matrix, and is needed only if `a` has other than two axes.
+    """Return whether oneDNN computes `a @ b`, a [..., K] and b [K, N], faster than torch's BLAS. For an `a` that is no
+    matrix the caller must pass `rows`, the number of rows of `a` flattened to [rows, K].
     """
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])

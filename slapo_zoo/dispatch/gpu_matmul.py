@@ -35,7 +35,9 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _parts(size: int, is_contiguous: bool) -> list[slice]:
-    """Return slices of an axis of `size` elements: one, or if it is contiguous the multiple of 8 and the rest."""
+    """Return slices that cover an axis of `size` elements. An axis that is contiguous in memory and above 8, but no
+    multiple of 8, has two: the largest multiple of 8, and the rest. Any other axis has one.
+    """
     whole = size // LANES * LANES
     if not is_contiguous or whole in (0, size):
         return [slice(0, size)]

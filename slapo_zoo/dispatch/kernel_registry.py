@@ -172,8 +172,9 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why kernel `name` does not fit a module; "" if the class that defines its forward is in torch, transformers
-    or the kernel's package and named in `serves`, and neither module nor children in `passes` were patched or hooked.
+    """Return why kernel `name` does not fit a module, or "" if it does. The class that defines the module's forward
+    must be a key of `serves` (class name --> forward with the kernel), from torch, transformers or the kernel's
+    package. Neither the module nor children in `passes`, whose work the kernel does itself, may be patched or hooked.
     """
     found, own = served_class(module, serves), type(module)
     if found is None:
@@ -205,10 +206,9 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether `value`, an attribute of class `cls`, is as the class's file defines it, not patched later.
-
-    True for a function defined in that file (also inside decorators of transformers, torch, slapo_zoo or the package
-    of `cls`), and for any object that is no function, except a `forward`, which must be a function.
+    """Return whether `value`, an attribute of class `cls`, is the one that the class's file defines, not a later patch.
+    A function must be defined in that file; decorators of transformers, torch, slapo_zoo or the package of `cls` may
+    wrap it. An object that is no function is never taken for a patch, unless it is the class's `forward`.
     """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):
@@ -249,13 +249,13 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node in compiled graphs.
 
-    Calls that no compiler, transform or mode sees run as an autograd function, which costs the host a third of the time.
-    While either runs, the GPU of its first tensor is the current device, on which Triton launches kernels.
+    Without a compiler, transform or mode, a call runs as an autograd function, not as the operator: that costs the host
+    a third of the time. Both make the GPU of the first tensor the current device, on which Triton launches kernels.
 
     Args:
         name: name of the operator.
         fake: function of the operator's arguments that returns empty outputs of the right shapes and dtypes.
-        setup: function (ctx, inputs, output) that saves in `ctx` what the backward needs.
+        setup: function (ctx, inputs, output) that saves in `ctx` what the backward needs; None without `backward`.
         backward: (ctx, *grads) --> gradients of the inputs; None: no gradients.
     """
 

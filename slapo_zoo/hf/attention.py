@@ -56,7 +56,9 @@ def _attention(
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Return (output [B, S, H, d], None) of transformers' sdpa or, if `softcap` bounds scores, of a `CoreAttention`."""
+    """Return (output [B, S, H, d], None) of attention by transformers' sdpa for q [B, H, S, d] and k, v [B, K, T, d];
+    if kwargs["softcap"] bounds scores, which sdpa cannot, by a CoreAttention made for this call.
+    """
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a child core_attn of this module"
@@ -74,9 +76,9 @@ class DeviceDropout:
     Args:
         serves: function: (q, attention mask, number of keys, True if a CPU generator draws dropout masks, False if they
             are hashes of seeds) --> True if `attention` supports these arguments and is the faster choice for them.
-        attention: function: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> output [B, S, H, d];
-            `seeds` is [B * H]; `drawn` is 0 if masks are hashed, else the tokens per row, with padding, for which
-            a generator draws them; `places` [S] is the index of each token in such a row, or None.
+        attention: function: (q, k, v, attention mask, causal, scaling, seeds [B * H], p, drawn, places) --> output
+            [B, S, H, d]. `drawn` is 0 if dropout masks are hashed; else a generator draws them for rows of `drawn`
+            tokens, and `places` [S] has the indices in such a row of the S tokens left without padding, or is None.
         plain: function: (x, seeds=, p=) --> x after dropout.
     """
 
@@ -89,12 +91,11 @@ class CoreAttention(nn.Module):
     """Module that computes softmax(q k^T * scaling + mask) v; dropout depends on a head's index in the unsharded model.
 
     Args:
-        stream: random stream of the model, which makes the dropout masks or their seeds.
+        stream: the model's RandomStream, which makes the dropout masks or their seeds.
         site: name, usually the path of this module, that with the stream's seed, step and rows determines the masks.
-        heads: indices in the unsharded model of this rank's query heads; empty: all heads that the first call has.
+        heads: indices in the unsharded model of this rank's query heads; empty: this rank has all heads.
         backend: name of the attention back end (see `attention_backends`) for calls without dropout.
-        device: attention and dropout functions that make dropout masks from seeds within a kernel; None: masks
-            are always made as tensors.
+        device: a `DeviceDropout`, kernels that make dropout masks from seeds; None: masks are always made as tensors.
     """
 
     def __init__(
@@ -142,8 +143,9 @@ class CoreAttention(nn.Module):
         self, attention: nn.Module, dropout: float, scaling: float | None,
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return (output [B, S, H, d], None or weights) for queries q [B, H, S, d] and keys and values k, v [B, K, T, d],
-        which may have been gathered over cp. `options` are further arguments of the back end.
+        """Return (output [B, S, H, d], weights or None) of attention with H query heads q [B, H, S, d] over K key heads
+        k, v [B, K, T, d], whose T tokens may be those of all cp ranks. `mask`, bool or additive, broadcasts to
+        [B, 1, S, T]. `attention` is transformers' module, `options` are further arguments of the back end.
         """
         bias, cap = options.get("position_bias"), options.get("softcap")
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
@@ -163,8 +165,9 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which the tokens of all batch rows are packed, without
-        padding (`stream.real_tokens`); a token sees its own row only. `p`: dropout probability, `scaling`: of scores.
+        """Return attention [1, S, H, d] of q [1, H, S, d] and k, v [1, K, S, d], in which the S tokens of all batch
+        rows that are no padding follow one another: `self.stream.real_tokens` [B, tokens] is True for these. A token
+        sees its own row only. `p` is the dropout probability, `scaling` the factor of the scores.
         """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
@@ -191,8 +194,10 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which all batch rows are packed: tokens are moved to
-        padded rows for `device.attention`, so that the host need not know row lengths. `p`: dropout probability.
+        """Return what `_within_rows` does, without row lengths on the host: q, k, v [1, H, S, d], the tokens of all
+        batch rows without padding, are moved to padded rows [B, H, tokens, d] by `self.stream.real_at`, and back after
+        the kernel `device.attention` has computed them. `p` is the dropout probability, `scaling` the factor of the
+        scores.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
@@ -210,9 +215,10 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """Return attention [B, S, H, d] with dropout masks of the model's random stream, which torch's fused attention
-        cannot take. `p` is the dropout probability, `bias` is added to the scores, `cap` (or None) bounds scores to
-        cap * tanh(scores / cap), `causal` hides later keys. The other arguments are those of `forward`.
+        """Return attention [B, S, H, d] of q [B, H, S, d] and k, v [B, K, T, d] with dropout masks of the model's
+        random stream, which torch's fused attention cannot take. `p` is the dropout probability; scores are multiplied
+        by `scaling`, added to `bias`, and bounded to cap * tanh(scores / cap) by `cap`. `mask`, bool or additive,
+        broadcasts to [B, 1, S, T]; if None, `causal` hides later keys. `bias` and `cap` may be None.
         """
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
@@ -248,13 +254,9 @@ class CoreAttention(nn.Module):
 
 @dataclass(frozen=True, eq=False)  # the compiler of torch < 2.13 hashes it before it has fields
 class OverKeys:
-    """Function (q, k, v, mask, options) --> (output, weights), which runs a `CoreAttention` with these fixed arguments.
-
-    Args:
-        core: the `CoreAttention`.
-        attention: the attention module of `transformers`.
-        dropout: probability that an attention weight becomes 0 in this call.
-        scaling: factor of the scores; None is d ** -0.5.
+    """Function (q, k, v, mask, options) --> (output, weights or None): the attention `core` with the arguments that are
+    fixed in a call of a layer. With cp > 1 it is called with the keys of other ranks too. `attention` is transformers'
+    module, `dropout` the probability that a weight becomes 0, `scaling` the factor of the scores (None: d ** -0.5).
     """
 
     core: CoreAttention
@@ -263,12 +265,14 @@ class OverKeys:
     scaling: float | None
 
     def __call__(self, *given: Any) -> tuple[Tensor, Any]:
-        """Return (output [B, S, H, d], None or attention weights) for `given`: queries, keys, values, mask, options."""
+        """Return (output [B, S, H, d], attention weights or None) for `given`: queries [B, H, S, d], keys and values
+        [B, K, T, d], attention mask or None, dict of further arguments of the back end (is_causal, softcap, ...).
+        """
         return self.core.over_keys(self.attention, self.dropout, self.scaling, *given)
 
     def mask_again(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """Return a function that draws the mask (0 or 1) of this call's dropout of attention weights x [B, H, s, T]; a
-        backward that calls it again gets the same mask. Only shape, dtype and device of x count. None without dropout.
+        """Return a function that draws this call's dropout mask, 0 and 1, in shape and dtype of attention weights x
+        [B, H, s, T], the same mask each time, so that a backward can draw it again; None without dropout.
         """
         core = self.core
         if not self.dropout:

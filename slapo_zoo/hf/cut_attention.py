@@ -67,13 +67,13 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `make`, a mask function of `transformers`, so that with cp > 1 its mask covers the keys of all cp ranks.
+    """Wrap `make`, a mask function of `transformers`, for steps whose tokens are sharded over n cp ranks: the wrapper,
+    called on rank r for its own s queries and t keys, all-gathers the padding mask and returns the mask of the s
+    queries for all n * t keys; if attention is by heads ("ulysses"), of all n * s queries. None, as from `make`, hides
+    nothing.
 
-    A model on rank r of the n cp ranks calls it for its own s queries and t keys. The result is the mask of these s
-    queries (under Ulysses of all S = n * s) for all n * t keys; None if `make` returns None for all queries and keys.
-
-    rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
-              make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
+    rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->
+              make(q_length=s, q_offset=r * s, kv_length=n * t, attention_mask=[B, n * t])
     """
 
     @wraps(make)
@@ -100,8 +100,8 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    """Wrap `function`, which finds the sequences packed in a row from position ids, its argument number `argument`
-    (from 0). In a step with cp > 1 the ids [B, s] of this rank's tokens are all-gathered to [B, S] before the call.
+    """Wrap `function`, whose argument number `argument` (from 0) is position ids, from which it finds the sequences
+    packed in a row. In a step with cp > 1 the wrapper first all-gathers this rank's ids [B, s] over cp to [B, S].
     """
 
     @wraps(function)
@@ -155,9 +155,9 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
 
 def frequencies_by_length(rotary: Any, stream: Any) -> None:
-    """Replace the forward of a rotary embedding whose frequencies depend on the longest position by one that sees the
-    positions of all tokens but returns cosines and sines [B, s, d] for this cp rank's s tokens only. `stream`, the
-    model's random stream, says in `stream.cut` how the running step shards tokens.
+    """Replace the forward of a rotary embedding whose frequencies depend on the longest position. The new forward
+    all-gathers the position ids over cp, computes cosines and sines of all tokens, and returns those [B, s, d] of this
+    rank's s tokens. `stream`, the model's random stream, says in `stream.cut` how the running step shards tokens.
     """
     own = rotary.forward
 
@@ -174,8 +174,8 @@ def frequencies_by_length(rotary: Any, stream: Any) -> None:
 def scores_by_place(attention: Any, stream: Any) -> None:
     """Replace `_attn`, the method with which GPT-Neo and GPT-J compute scores, by one that sees all tokens of a row.
 
-    The new method gathers the keys and values [B, H, S, d] of all cp ranks, and takes this rank's rows of the causal
-    mask, a buffer [1, 1, P, P] of P positions; with attention by heads (Ulysses) it computes some heads for all tokens.
+    With cp > 1 the new method all-gathers the keys and values [B, H, s, d], and lets the old one take this rank's rows
+    of the causal mask; or if attention is by heads ("ulysses"), all-to-alls give it some heads of all tokens instead.
     `stream`, the model's random stream, says in `stream.cut` how the running step shards tokens.
     """
     own = attention._attn
@@ -196,8 +196,9 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which the causal mask (buffer `bias`) of a GPT-Neo or GPT-J attention ends with the mask rows of this
-    cp rank's `rows` queries: the model takes the last ones. `total` is the number of keys of all cp ranks.
+    """Context in which the causal mask of a GPT-Neo or GPT-J attention, its buffer `bias` [1, 1, P, P], is replaced by
+    one whose last `rows` rows are those of this cp rank's `rows` queries, because the attention always takes the last
+    rows. `total` is the number of keys of all cp ranks.
     """
     whole = getattr(attention, "bias", None)
     if whole is not None:

@@ -24,18 +24,19 @@ Shard = Callable[[TokenCut, dict[str, Tensor], dict[str, Any]], tuple[dict[str, 
 
 
 class Body:
-    """Forward hooks, active in `sharded()`: blocks compute this cp rank's tokens, all-gathered after the last block.
+    """Forward hooks of a model that, within `sharded(cut)`, give the repeated blocks this cp rank's tokens only, and
+    all-gather the hidden states after the last block.
 
     Args:
         model: a model of `transformers` with a head, on which the family's sharding rules were applied.
-        base: path of the base model in `model`, e.g. "bert"; "" (no base model) raises.
+        base: path of the base model in `model`, e.g. "bert".
         blocks: paths of the model's repeated blocks, in running order.
         stream: random stream of the model, where dropout and attention read which tokens this rank computes.
-        shard: function (TokenCut, {name: tensor}, {name: other value}) --> the same two dicts with this rank's tokens
-            only; the dicts are arguments with which the base model, or its encoder and decoder, are called.
+        shard: function (TokenCut, tensors, others) --> (tensors with this rank's tokens only, others); both are dicts
+            by name, the keyword arguments of the base model (or of its encoder or decoder).
 
     Raises:
-        ArchitectureError: no module below the model holds the blocks.
+        ArchitectureError: `base` is "" (there is no base model), or only the model itself runs the blocks.
     """
 
     def __init__(self, model: Any, base: str, blocks: list[str], stream: Any, shard: Shard):
@@ -54,7 +55,9 @@ class Body:
             first.register_forward_hook(self._gather_source)
 
     def like(self, model: Any, stream: Any, shard: Shard) -> "Body":
-        """Return a `Body` for another model with the same modules; `stream` and `shard` are that model's."""
+        """Return a `Body` (hooks that shard tokens over cp in the blocks only) for another model with the same module
+        paths, its random stream `stream`, and `shard`, the function that picks a rank's tokens.
+        """
         return Body(model, *self.paths, stream, shard)
 
     def _stack(self, block: str) -> nn.Module:
@@ -88,8 +91,8 @@ class Body:
         return (), self.run.begin(self.shard, batch)
 
     def _gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Return, as a forward hook, the output of the blocks' parent with its states [B, s, D] all-gathered to
-        [B, S, D]; the output itself outside of the context `self.sharded(...)`.
+        """Run as a forward hook of the module that calls the blocks: all-gather its hidden states [B, s, D] over cp to
+        [B, S, D], and return the output with these; outside of `self.sharded(...)` return the output unchanged.
         """
         if self.run is None:
             return output
@@ -101,7 +104,9 @@ class Body:
         return output
 
     def _gather_source(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Return, as a forward hook of an encoder-decoder, its output with `encoder_last_hidden_state` all-gathered."""
+        """Run as a forward hook of an encoder-decoder: return its output, in which `encoder_last_hidden_state`
+        [B, s, D] was all-gathered over cp to [B, S, D]; outside of `self.sharded(...)` return the output unchanged.
+        """
         if self.run is not None and self.run.source:
             x = output.encoder_last_hidden_state
             output.encoder_last_hidden_state = self.run.cut.whole(x, 1).narrow(
@@ -111,20 +116,18 @@ class Body:
 
 
 def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
-    """Context of a forward whose tokens are sharded over cp as `cut` says, or not sharded if `cut` is None.
-
-    `state` is the attribute `state` of the model's Schedule: tokens are sharded in the blocks only if `state.body` is a
-    `Body`, and in the whole model if `state.body` is None.
+    """Context of a forward whose tokens are sharded over cp as `cut` says, or not sharded if `cut` is None. `state` is
+    that of the model's Schedule. If `state.body` is None, the whole model computes this rank's tokens; if it is a
+    `Body` (set for heads that read a whole row), only the blocks do.
     """
     body = state.body
     return cutting(state.random, cut) if body is None or cut is None else body.sharded(cut)
 
 
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `batch` with token ids and masks shortened to the number of tokens that one cp rank's blocks get.
-
-    Only the lengths of the result are right, not its tokens. `cut` says how tokens are sharded over cp, `state` is that
-    of the model's Schedule. If `cut` or `state.body` is None, `batch` has these lengths already, and is returned as is.
+    """Return `batch` with token ids and masks shortened to as many tokens as this cp rank's blocks compute, of which
+    only the number is right: it tells whether tp can shard them too. `cut` says how tokens are sharded over cp (None:
+    not). Only if `state.body` of the Schedule's `state` is set does `batch` have whole rows; else it is returned as is.
     """
     n = 1 if state.body is None or cut is None else cut.n
     ids = {k: x for k, x in batch.items() if k.endswith(("input_ids", "mask")) and x is not None}
@@ -132,12 +135,9 @@ def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> d
 
 
 class _Run:
-    """State of one forward whose blocks compute only this cp rank's tokens.
-
-    Args:
-        cut: which tokens each cp rank computes.
-        stream: random stream of the model, where dropout and attention read which tokens this rank computes.
-        on: stack of the contexts in which only this rank's tokens are computed; closed after the last block.
+    """State of one forward whose blocks compute only this cp rank's tokens, which `cut` tells. Dropout and attention
+    read from `stream`, the model's random stream, which tokens these are. `on` is the stack of the contexts in which
+    only these are computed, closed after the last block.
     """
 
     def __init__(self, cut: TokenCut, stream: Any, on: ExitStack):

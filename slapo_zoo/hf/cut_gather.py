@@ -24,11 +24,10 @@ def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     options: dict[str, Any], run: Any,
 ) -> Any:  # fmt: skip
-    """Return (output [B, s, H, d], None or weights) for this rank's queries and the keys of all cp ranks.
-
-    q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
-    `attention` is transformers' module, `options` are its further arguments. `run(q, k, v, mask, options)` computes
-    attention on one rank, with the dropout rate `run.dropout`.
+    """Return (output [B, s, H, d], weights as `run` returns them, or None) of this rank's queries over the keys of all
+    n cp ranks, which call this together. q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens, as many on
+    each rank (`cut`: how tokens are sharded); the mask broadcasts to [B, 1, s, n * t]. `attention` is transformers'
+    module, `options` its further arguments; `run`, an OverKeys, computes attention (q, k, v, mask, options) locally.
     """
     own, causal = k.shape[2], options.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
@@ -48,11 +47,10 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Compute causal attention for max(2048, H * d) queries at a time (H heads of size d), so that a mask is about as
-    large as the keys of a row; return (output [B, s, H, d], weights of the last queries).
-
-    `run(q, k, v, mask, options)` computes some queries; the backward makes their mask again. `first` is the position of
-    this rank's first query in the row; k and v are those of all cp ranks, `options` further arguments of the attention.
+    """Compute causal attention of q [B, H, s, d] to k, v [B, H, T, d] of all cp ranks by calls of
+    `run(q, k, v, mask, options)` for max(2048, H * d) queries each, so that a mask is about as large as the keys of a
+    row; the backward makes each mask again. Return (output [B, s, H, d], weights of the last call only, which are None
+    but for eager attention). `first` is the position in the row of this rank's first query.
     """
     found, weights = [], None
     for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
@@ -66,9 +64,9 @@ def _in_runs(
 
 @contextmanager
 def gathered(cut: TokenCut, k: Tensor, v: Tensor, groups: int = 1) -> Iterator[list[Tensor]]:
-    """Context that yields [keys, values] of all n cp ranks, each [B, K * groups, n * t, d]. Autograd does not save them
-    for the operations in the context: the backward gathers them again from `k` and `v` [B, K, t, d] of this rank's
-    tokens. Each head is repeated `groups` times.
+    """Context that yields [keys, values] of all n cp ranks, each [B, K * groups, n * t, d]: each head is followed by
+    its `groups` - 1 copies. Of operations in the context autograd saves only `k` and `v` [B, K, t, d] of this rank's
+    tokens; the backward gathers the others again.
     """
     whole = [repeated(cut.whole(x, 2), groups) for x in (k, v)]
     again = [partial(_gathered, cut, x.detach(), groups) for x in (k, v)]
@@ -120,10 +118,9 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias of a T5 layer `attention` for the `total` keys of all cp ranks, or None for no bias.
-
-    A `bias` for `total` keys is returned as is. A bias for this rank's `own` keys gives None if the layer has no bias
-    weights, as it holds zeros then. Any other bias raises SlapoError.
+    """Return the position bias [1, H, s, total] of a T5 layer `attention` for the `total` keys of all cp ranks: `bias`
+    itself if it is for these. If `bias` is for this rank's `own` keys, return None if it holds zeros, as in a layer
+    without bias weights; else raise SlapoError. None is returned as is.
     """
     if bias is None or bias.shape[-1] == total:
         return bias

@@ -46,9 +46,11 @@ class Scores:
 
     def of(
         self, q: Tensor, k: Tensor, bias: Tensor | None, owner: int, rows: slice
-    ) -> tuple[Tensor, Any]:
-        """Return (scores [B, H, c, t] of the c queries `rows` of q and the keys k of cp rank `owner`; derivative of the cap
-        at each score, 1 without a cap). `bias` is the position bias for the keys of all ranks, or None.
+    ) -> tuple[Tensor, Tensor | float]:
+        """Return (scores [B, H, c, t] of the c queries that the slice `rows` takes from q [B, H, s, d], for the keys k
+        [B, K, t, d] of cp rank `owner`; derivative of the cap at each score, 1.0 without a cap). `bias`
+        [1, H, s, n * t] is the position bias for the keys of all n ranks, or None. Scores of hidden keys are -inf, or
+        with dropout the lowest number of q's dtype.
         """
         hidden = -torch.inf if self.keep is None else torch.finfo(q.dtype).min  # as in one process
         scores, slope = (q[:, :, rows] * self.scaling), 1.0
@@ -72,7 +74,9 @@ class Scores:
             yield slice(start, min(start + q.shape[3], q.shape[2]))
 
     def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
-        """Return the index, in scores [.., s, T] for all T keys, of queries `rows` and of keys k of cp rank `owner`."""
+        """Return the index that picks, from a tensor [.., s, n * t] for the keys of all n cp ranks, the queries `rows`
+        and the keys of rank `owner`, of which there are as many as in k [B, K, t, d].
+        """
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 
     @property
@@ -81,8 +85,8 @@ class Scores:
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Pass x, keys and values joined [B, K, t, 2 * d], around the cp ranks; yield for each rank, this one first:
-        (its cp coordinate, its x, False if all its keys are hidden from this rank's queries).
+        """Send x [B, K, t, 2 * d], this rank's keys and values side by side, around the ring of cp ranks; yield, for
+        this rank and then each other: (its cp coordinate, its keys and values, False if this rank's queries see none).
         """
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
@@ -95,10 +99,10 @@ def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     options: dict[str, Any], run: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return (output [B, s, H, d], None) of the attention of this rank's queries to the keys of all cp ranks.
-
-    q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
-    `attention` is transformers' module, `options` its further arguments; `run` holds dropout and scaling of the call.
+    """Return (output [B, s, H, d], None) of the attention of this rank's queries to the keys of all n cp ranks, which
+    call this together. q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens (`cut`: how tokens are sharded);
+    the mask broadcasts to [B, 1, s, n * t]. `attention` is transformers' module, `options` its further arguments;
+    `run`, an OverKeys, has the call's `dropout`, `scaling` and `mask_again`.
     """
     causal, (B, H, s, d), total = options.get("is_causal"), q.shape, cut.n * k.shape[2]
     causal = getattr(attention, "is_causal", True) if causal is None else causal
@@ -130,7 +134,9 @@ def keys_by_rows(x: Tensor, y: Tensor, heads: int) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """Autograd function: attention of this cp rank's queries to the keys of all cp ranks; output [B, H, s, d]."""
+    """Autograd function of (Scores, q [B, H, s, d], k and v [B, K, t, d], bias or None): attention of this cp rank's
+    queries to the keys of all cp ranks, [B, H, s, d]. Forward and backward each pass keys and values around the ring.
+    """
 
     @staticmethod
     def forward(ctx, scores, q, k, v, bias):

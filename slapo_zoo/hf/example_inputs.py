@@ -21,12 +21,8 @@ def accepts(cls: Any, name: str) -> bool:
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return a batch of zeros that the model's forward takes: images, audio features, tokens or images with tokens; no labels.
-
-    Args:
-        model: a model of `transformers`.
-        batch_size: number of rows.
-        seq_len: tokens per row.
+    """Return zeros that the forward of `model` takes for `batch_size` rows of `seq_len` tokens: images, audio features,
+    tokens, or images with tokens; no labels.
     """
     config, takes = model.config, inspect.signature(model.forward).parameters
     looks = model.main_input_name == "pixel_values"
@@ -88,10 +84,9 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def cut_example(
     model: Any, batch: dict[str, Tensor], ranks: int, positions: str
 ) -> dict[str, Tensor]:
-    """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
-
-    `shift_labels` is added if the head compares tokens with the next label, and `position_ids` if `positions`, the way
-    in which the model gets positions ("relative", "counted", ...), begins with "counted". Both have the shapes, but not
+    """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks. `shift_labels` is added if the
+    head compares tokens with the next label, and `position_ids` if `positions`, a value of `Table.cut_tokens`, is
+    "counted", "counted by mask" or "counted real", not "placed", "relative" or "none". Both have the shapes, but not
     the values, that training (`slapo_zoo.model.step.cut_batch`) gives them.
     """
     if positions.startswith("counted"):
@@ -102,10 +97,9 @@ def cut_example(
 
 
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
-    """Return a function (cut, tensors, others) --> (tensors with the first cp rank's tokens, others).
-
-    `cut.n` is the number of cp ranks; `tensors` and `others` are a batch's entries, only `tensors` are shortened.
-    `position_ids` are added to `tensors` if `positions` begins with "counted": the model must be passed them under cp.
+    """Return a function (cut, tensors, others) --> (tensors, others) that stands in for the sharding of a batch over
+    cp: it shortens `tensors` {name: [B, S, ...]} to the first S / cut.n tokens on any rank, since only shapes matter.
+    It adds `position_ids` if `positions` ("counted", "placed", ...) says that under cp the model must be passed them.
     """
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 
@@ -149,9 +143,9 @@ def padded_batch(
 
 
 def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (random token ids of `shape` [..., T], each row closed by the end token; mask [..., T] that is 0 at padding).
-
-    The ids at the borders of `tp` vocabulary shards occur. `config` has the vocabulary size and the special ids.
+    """Return (random token ids of `shape` [..., T], each row closed by the end token; mask [..., T] that is 0 at
+    padding). If T is large enough, the ids on both sides of each border between `tp` vocabulary shards are among them.
+    `config` has the vocabulary size and the ids of end and padding.
     """
     size, end = getattr(config, "vocab_size", CHARACTERS), getattr(config, "eos_token_id", None)
     end = end if isinstance(end, int) else END
@@ -169,8 +163,9 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Return labels of a `kind` from `losses.heads`: TOKEN, some of the `ids` [B, S], else -100; TAG and FLAG, random
-    classes [B, S], for TAG -100 at padding; others, random classes [B], or [B, num_labels] for a multi-label config.
+    """Return random labels of a `kind` from `losses.heads`. TOKEN (a token id per position): 70 % of the `ids` [B, S],
+    else -100. TAG (a class per position): [B, S], -100 at padding. FLAG (0 or 1 per position): [B, S]. Others have one
+    label per row: [B], or [B, num_labels] if `config` says that a row has several.
     """
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < LABELLED

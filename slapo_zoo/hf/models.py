@@ -30,14 +30,8 @@ def register_models() -> None:
 
 
 def resolve_class(config: Any, auto_class: Any = None) -> type:
-    """Return the model class for a config, chosen by `auto_class`.
-
-    Args:
-        config: a config of `transformers`.
-        auto_class: a model class, an Auto class, or the name of either; None takes the config's `architectures`.
-
-    Raises:
-        ArchitectureError: `transformers` has no such class, or the class is no model class.
+    """Return the model class for `config`. `auto_class` is a model class, an Auto class, or the name of either; None
+    takes the config's `architectures`. ArchitectureError: `transformers` has no such class, or it is no model class.
     """
     import transformers
 
@@ -98,13 +92,9 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
-    """Return the model of a config as `transformers` defines it, on the meta device, with weights tied, in eval mode.
-
-    Args:
-        cls: model class of `transformers`.
-        config: config of the model; its `_attn_implementation` and `dtype` are set.
-        dtype: dtype of the floating parameters.
-        own_attention: True sets slapo_zoo's attention function in the config; False keeps the one that the config names.
+    """Return the model of class `cls` and `config` as `transformers` defines it, on the meta device, with floating
+    parameters of `dtype`, with weights tied, in eval mode. The config's `dtype` is set, and with `own_attention` also
+    its `_attn_implementation`, to slapo_zoo's attention function.
     """
     from transformers.initialization import no_init_weights
 
@@ -144,7 +134,9 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers made by `torch.tensor(number)` to meta; store their values for `given_numbers`."""
+    """Move the parameters and buffers of `model` that are not on meta to meta: those that its constructor made by
+    `torch.tensor(number)`. Store {full name: value} in its attribute `given_numbers`.
+    """
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()

@@ -33,7 +33,9 @@ def _is_of_its_file(module: nn.Module, name: str) -> bool:
 def _gpt_neo_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, weights), as GPTNeoSelfAttention._attn does, but mask scores without a constant from the host."""
+    """Return (output [B, H, S, d], attention weights [B, H, S, T]) as GPTNeoSelfAttention._attn does, for an additive
+    `mask`. The original copies the lowest number, the score of hidden keys, to the device, for which the host waits.
+    """
     scores = q.float() @ k.float().transpose(-1, -2)
     S, T = scores.shape[-2:]
     scores = torch.where(module.bias[:, :, T - S : T, :T], scores, torch.finfo(scores.dtype).min)
@@ -45,8 +47,9 @@ def _gpt_neo_attention(
 def _deberta_positions(
     module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
 ) -> Tensor | None:
-    """Return what DebertaV2Encoder.get_rel_pos does: the relative positions `given`, or the distances [1, S, T] of S
-    queries and T keys, with long distances in logarithmic buckets; None without relative attention.
+    """Return the relative positions [1, S, T] of S queries and T keys, as DebertaV2Encoder.get_rel_pos does: their
+    distances, long ones in logarithmic buckets; `given` if it is not None; None without relative attention. `hidden`
+    [B, T, D] and `queries` [B, S, D] (None: `hidden`) tell only T and S.
     """
     if given is not None or not module.relative_attention:
         return given
@@ -60,7 +63,9 @@ def _deberta_positions(
 
 
 def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
-    """Return DeBERTa's bucket of each signed distance: up to `mid` the distance, logarithmic from there to `most`."""
+    """Return DeBERTa's bucket of each signed distance: up to `mid` the distance itself, beyond in logarithmic steps, up
+    to 2 * mid - 1 for a distance of `most` - 1; negative for a negative distance.
+    """
     far = torch.where(distance.abs() < mid, mid - 1, distance.abs())
     whole = torch.log(torch.tensor((most - 1) / mid))  # on the CPU: a scalar needs no copy
     buckets = torch.ceil(torch.log(far / mid) / whole * (mid - 1)) + mid

@@ -1,4 +1,6 @@
-"""Wrappers of transformers' mask functions that take padding and packing from host counts, not from device tensors."""
+"""Wrappers of transformers' mask functions that learn padding and packing from `known()`, what the host found in the
+batch before the step: to read it from a tensor on the GPU, the host would have to wait.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -31,8 +33,9 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packing_without_wait(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `find_packed_sequence_indices` of `transformers`, which reads the positions to see if a row packs several
-    sequences. The wrapper reads no tensor if the host looked for packed sequences in the batch before the step.
+    """Wrap `find_packed_sequence_indices` of `transformers`, which returns the number [B, S] of each token's sequence
+    in its row, or None if no row packs several. It reads position ids on the device to see this, for which the host
+    waits; the wrapper does so only if the host did not look before the step (`known().packed` is None).
     """
 
     @wraps(find)

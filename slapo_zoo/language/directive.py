@@ -26,7 +26,9 @@ from slapo_zoo.parallel.token_cut import WAYS
 
 @dataclass
 class Placed:
-    """Record of how one tensor is sharded: axis and indices of each rank, `shard` directive, and unsharded `shape`."""
+    """Record of how a tensor is sharded: `placement` (axis, and which indices each rank holds), `directive` (the
+    `shard` that did it) and `shape` (of the unsharded tensor).
+    """
 
     placement: Placement
     directive: "Directive"
@@ -41,7 +43,8 @@ class ForwardContext:
         tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
         real_tokens: bool [B, S], True at tokens that are no padding; None where padding is computed too.
         tape: records the collectives during a dry run on fake tensors; None in a real forward.
-        is_call: True while a forward or backward of the model runs, so that calls of submodules prepare nothing again.
+        is_call: True while a call of the model or a submodule runs, which has cast and gathered weights and chosen
+            dropout masks: calls of submodules in it do not do so again.
         cut: how the tokens are sharded over cp (a `TokenCut`); None where the rank holds all tokens.
     """
 
@@ -54,7 +57,9 @@ class ForwardContext:
 
 @dataclass
 class State:
-    """State that all directives (changes to modules) of one schedule share: model, mesh, and records of the changes."""
+    """State that the directives (changes to modules) of one schedule share: `model`, `mesh`, `random` (source of
+    dropout masks), and records of changes, e.g. `placed` (name of a tensor --> how it is sharded).
+    """
 
     model: nn.Module
     mesh: Mesh
@@ -108,7 +113,9 @@ class State:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
 
     def put(self, path: str, new: nn.Module) -> None:
-        """Replace the module at `path` by `new` in every parent that holds the module; call `index()` afterwards."""
+        """Replace the module at `path`, "" for the model, by `new` in every parent that holds it. After one or several
+        calls, the caller must call `self.index()`, which lists modules anew. KeyError if there is no module at `path`.
+        """
         self.model = self.model if path else new
         for children, name in self._held.get(id(self.modules[path]), ()):
             children[name] = new
@@ -206,7 +213,9 @@ class Site:
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """Return how this module's parameter or buffer `tensor_name` is sharded; None if it is not sharded."""
+        """Return a record (placement, `shard` directive, unsharded shape) of how this module's parameter or buffer
+        `tensor_name` is sharded; None if it is not sharded, or does not exist.
+        """
         return self.state.placed.get(self.name(tensor_name))
 
 
@@ -240,7 +249,9 @@ class Directive:
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Return `of(*args, **kwargs)` for `sch[path].<name>(...)`; bad arguments raise ScheduleError naming `path`."""
+        """Construct the directive that `sch[path].<name>(*args, **kwargs)` asks for, <name> being that of this class,
+        by the method `of`. Raise ScheduleError, which names `path`, if the arguments do not fit.
+        """
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:

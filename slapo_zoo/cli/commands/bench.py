@@ -48,10 +48,10 @@ def bench(
 
     Before timing, the loss must agree with that of plain transformers: within 1e-3 (fp32; else 3e-2) of max(1, loss).
 
-    `slapo-zoo bench kernels` times each kernel and the operations that it replaces. It writes a table to
-    the user's cache folder, or to --output; kernels="auto" chooses kernels on this device by that table.
+    With the word "kernels" in place of a checkpoint, time each kernel and the operations that it replaces, and write a
+    table to the user's cache folder, or to --output; kernels="auto" chooses kernels on this device by that table.
 
-    To compare steps with other libraries, run `ci/run.py beside` in a source checkout; the old flag --beside only says so.
+    To compare steps with other libraries, run `ci/run.py beside` in a source checkout; the error of --beside names it.
     """
     if model == "kernels":
         return _kernels(only, quick, output, resume)

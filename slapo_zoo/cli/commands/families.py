@@ -38,7 +38,8 @@ def derive(
     """Derive the sharding rules of a model family that has none yet, and print them as source of schedules/<family>.py.
 
     A tiny model of the same config checks the rules (the proof): outputs, loss and every gradient must be, up to
-    rounding, those of plain `transformers`; ranks are threads on the CPU. Modules left unsharded are listed with reasons.
+    rounding, those of plain `transformers`; ranks are threads on the CPU. Modules left unsharded are listed with
+    reasons. By default the model's head is the one that the config names, or else one that computes a loss.
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.derive import derive as prove

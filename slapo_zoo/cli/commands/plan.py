@@ -96,7 +96,9 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
 
 
 def _weights_data(found: Any) -> dict[str, Any]:
-    """Return {"ranks", "model_bytes", ...} for `--json` from `found`, the forecast of each rank's reads at the load."""
+    """Return `found`, the WeightsPlan of what each rank reads at the load, as a dict for `--json`: "ranks",
+    "model_bytes", "assigned_bytes" (read by any rank), "missing" (tensors in no file), "unexpected" (unused keys).
+    """
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
     return {
         "ranks": ranks, "model_bytes": found.model_bytes, "assigned_bytes": found.assigned_bytes,
@@ -105,7 +107,10 @@ def _weights_data(found: Any) -> dict[str, Any]:
 
 
 def _step_data(found: Any) -> dict[str, Any]:
-    """Return {"stages": times, "ranks": bytes, ...} for `--json` from `found`, the tuple that `_forecast` returns."""
+    """Return the forecast of a step as a dict for `--json`: "stages" (time and activations of each), "ranks" (memory of
+    each), "step" (seconds of its parts), "worth" (throughput, MFU, bottleneck), "bubble" (idle time), "micro_batches",
+    "hardware". `found` is (Forecasted, list of StageForecast, Worth, name of the hardware), as `_forecast` returns.
+    """
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
@@ -116,8 +121,8 @@ def _step_data(found: Any) -> dict[str, Any]:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return two tables on `found`, the tuple that `_forecast` returns on a step: time of each pipeline stage,
-    and memory of each rank. `order` is the name of the pipeline order, such as "1f1b".
+    """Return the forecast of a step as text: a table of the pipeline stages' times, and one of each rank's memory.
+    `found` is (Forecasted, list of StageForecast, Worth, name of hardware); `order`, e.g. "1f1b", is for the title.
     """
     from slapo_zoo.weights.ledger import as_table, filled, human
 
@@ -135,9 +140,9 @@ def _forecast_text(found: Any, order: str) -> str:
 
 
 def _weights_text(found: Any, what: str, ranks: int, step: int) -> str:
-    """Return a table titled `what` on `found`, the forecast of what each of `ranks` ranks reads at the load.
+    """Return a table titled `what` of what each of `ranks` ranks reads at the load, by `found`, a WeightsPlan.
 
-    Each row stands for `step` consecutive ranks: all ranks of a stage, or one rank.
+    Each row stands for `step` consecutive ranks: for step = tp all ranks of a pipeline stage, for step = 1 one rank.
     """
     from slapo_zoo.weights.ledger import as_table, filled, human
 

@@ -17,12 +17,9 @@ def make_planner(
     model: str, seq_len: int | None, device: tuple[str, str | None, str, str], padding: bool = True
 ) -> Any:  # fmt: skip
     """Return the `Planner` of a model and device, which simulates a training step and searches for the fastest layout.
-
-    Args:
-        model: a checkpoint folder, a Hub id or a family.
-        seq_len: tokens per row; None takes a default that fits the model.
-        device: values of --hardware, --memory, --precision and --runtime, e.g. ("a100", "80GiB", "bf16", "eager").
-        padding: whether batches carry an attention mask.
+    `model` is a checkpoint folder, a Hub id or a family, `seq_len` the tokens per row (None: a default that fits the
+    model). `device` has the values of --hardware, --memory, --precision, --runtime, e.g. ("a100", "80GiB", "bf16",
+    "eager"); `padding` says whether batches carry an attention mask.
     """
     from slapo_zoo.pipeline.unit_costs import row_length
     from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
@@ -45,11 +42,10 @@ def make_planner(
 def search(
     planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
 ) -> Any:
-    """Search all layouts of `gpus` devices; return (data for --json, text to print), or, if no layout fits into memory,
-    (data, text, error to raise after printing).
-
-    `planner` (of `make_planner`) simulates layouts, `batch` counts rows per step over all replicas, `most` limits the
-    layouts shown, `explain` adds to the text why others do not fit; `write`: file for the fastest schedule, or None.
+    """Simulate a training step of all layouts of `gpus` devices with `planner`, and write the schedule of the fastest
+    that fits into memory to the file `write` (None: nowhere). Return (data for --json, text to print); if no layout
+    fits, also an error, which the command raises after printing. A step has `batch` rows over all replicas; `most`
+    layouts are listed; with `explain` the text says why others do not fit.
     """
     from slapo_zoo.tune.planner import layout_report as show
     from slapo_zoo.tune.planner.search_result import require_feasible

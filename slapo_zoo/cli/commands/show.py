@@ -32,7 +32,9 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print how a layout (--tp, --pp, ...) shards a model: changes to modules, shapes per rank, bytes, collectives."""
+    """Print how a layout (--tp, --pp, ...) shards a model: changes to modules, shapes per rank, bytes, collectives;
+    with --rank, only tensors, gradient all-reduces and random draws of that rank. --auto-class names the head's class.
+    """
     import torch
 
     from slapo_zoo.cli.training.checks import row_length
@@ -59,7 +61,9 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return data for `--json` from `found`, a dry run by `survey`: changes to modules, shapes, collectives, ..."""
+    """Return the results of a dry run, a `Survey`, as a dict for `--json`: "program" (changes to modules), "tensors"
+    (shapes), "ranks" (bytes), "total_parameters", "collectives", "kernels", "tunable" (options that a search may set).
+    """
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],

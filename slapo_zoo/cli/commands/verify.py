@@ -38,9 +38,9 @@ def verify(
     """Compare a sharded model with the plain one: outputs, gradients, a training step, dropout, saved files.
 
     The layout (--tp, --pp, --dp, --cp, ...) says how the model is sharded; ranks are threads of one process on the CPU.
-    --schedule names a card (a published schedule: a folder or org/name@revision) to use in place of the built-in one.
-    By default a small model of the same family is compared, which takes seconds. Exit code 1 says that something
-    differs by more than rounding errors.
+    --schedule names a card (a published schedule: a folder or org/name@revision) to use in place of the built-in one,
+    --auto-class the class of the model's head (default: the config's). By default a small model of the same family is
+    compared, which takes seconds. Exit code 1 says that something differs by more than rounding errors.
     """
     if full and layers:
         raise typer.BadParameter("found --full too, which runs all layers at once; leave one of them out", param_hint="--layers")  # fmt: skip
@@ -114,8 +114,8 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
 
 
 def _require_mesh(config: Any, cls: str, mesh: Any, knobs: dict[str, Any]) -> None:
-    """Raise an error if the user's flags ask for a mesh that cannot shard the model, before a comparison is started that
-    would fail. `cls` is the name of the model class, `knobs` are the loader arguments other than the mesh sizes.
+    """Raise a SlapoError if the mesh and the other loader arguments `knobs` cannot shard the model with config `config`
+    and class name `cls`; this is found out on the meta device, before a comparison is started that would fail.
     """
     import torch
 

@@ -42,8 +42,8 @@ DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
-    """Return (`options` with values for dp, task and seq_len where the user gave none, config of the model).
-    An error is raised for options that are wrong, as far as can be told before the data are read.
+    """Return (`options`, config of the model). Where the user gave none, dp follows from the number of processes, task
+    is the family's pre-training task, seq_len at most 128. Wrong options raise SlapoError, before data are read.
     """
     dp = data_parallel_size(options.tp, options.pp, options.dp, options.cp)
     options = replace(options, dp=dp, device=device_named(options.device or "auto"))
@@ -175,7 +175,9 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Raise ConfigError for options under which task `pairs`, a contrastive loss, would see only some pairs of a step at once."""
+    """Raise ConfigError if task `pairs`, a contrastive loss, would not compare all pairs of a step: with another engine
+    than torch, with several micro-batches, with option `exact`, or with one row per step.
+    """
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
@@ -188,8 +190,8 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
-    """Raise an error if `given`, the entries of option `load`, has a name that is no argument of from_pretrained and no
-    field of `config`, or one that an option outside of `load` sets.
+    """Raise SlapoError if `given`, the entries of option `load`, has a name that is no argument of from_pretrained and
+    no field of `config`, or one that the run sets by another option: tp, pp, dp, cp, seed, device, ... (OWN_KEYS).
     """
     from slapo_zoo.model.load.auto import AutoScheduledModel
 
@@ -204,13 +206,9 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
 
 
 def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> None:
-    """Raise an error if the mesh cannot shard the model; to find out, a model on the meta device is sharded.
-
-    Args:
-        mesh: mesh of the processes, or of the virtual ranks, several of which a process runs as threads with option `exact`.
-        options: options of the run.
-        head: name of the auto class that selects the model's head.
-        config: config of the model.
+    """Raise an error if `mesh` cannot shard the model with `config` and a head of auto class `head`; to find out, a
+    model on the meta device is sharded. The mesh is that of the processes or, with option `exact`, of the virtual
+    ranks, several of which a process runs as threads.
     """
     import torch
 
@@ -271,12 +269,8 @@ def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int
 
 
 def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOptions) -> None:
-    """Raise WeightsError if an existing checkpoint was trained on other rows, or for more steps than the run asks for.
-
-    Args:
-        folder: folder of the run's checkpoint.
-        position: name --> setting or checksum of the data of this run, from `Batches.position(0)`.
-        options: options of the run.
+    """Raise WeightsError if an existing checkpoint in `folder` was trained on other rows, or for more steps than the
+    run asks for. `position`, from `Batches.position(0)`, has the settings and a checksum of this run's data.
     """
     if not (folder.is_dir() and is_history(folder)):
         check_target(folder.resolve(), option="--checkpoint")

@@ -38,13 +38,17 @@ class Records(TrainerCallback):
             begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """Pass a step's measurements to `tell` and the log file, unless an evaluation follows (see `on_evaluate`)."""
+        """Pass a step's measurements (loss, gradient norm, ...) to the function `self.tell` and the log file; if an
+        evaluation follows, `on_evaluate` passes them instead.
+        """
         state.log_history.clear()  # it would hold every step of a long run
         if "loss" in logs and not control.should_evaluate:
             self._tell(self.run.record)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Pass a step's measurements and `metrics`, the means of its evaluation, to `tell` and the log file."""
+        """Pass a step's measurements (loss, gradient norm, ...) together with `metrics`, {"eval_loss": mean, ...}, to
+        the function `self.tell` and the log file.
+        """
         self._tell({**self.run.record, **metrics})
 
     def _tell(self, record: Mapping[str, Any]) -> None:
@@ -76,7 +80,9 @@ class Best:
     since: int = 0
 
     def judge(self, step: int, found: Mapping[str, float]) -> bool:
-        """Return whether `found`, {"loss": mean, ...} evaluated after `step` steps, is the best so far; record it if so."""
+        """Return whether `found`, {"loss": mean, ...} evaluated after `step` steps, is better by `self.metric` (if
+        equal, by loss) than all before. If so, update this record, else add 1 to `since`.
+        """
         value, loss = found[self.metric], found.get("loss", math.inf)
         sign = -1 if self.metric == "loss" else 1
         before = (-math.inf, 0.0) if self.value is None else (sign * self.value, -self.loss)
@@ -117,11 +123,8 @@ def _step_of(line: str) -> float:
 
 @contextmanager
 def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
-    """Context that yields a function (step index, {"loss": ..., ...}), which shows steps by a bar or by lines.
-
-    Args:
-        steps: steps of the whole training.
-        every: steps between two lines; None prints ten lines in all, and one every PAUSE_S (30) seconds.
+    """Context that yields a function (step index, {"loss": ..., ...}), which shows the `steps` steps of a training by a
+    bar, or by a line every `every` steps; None prints ten lines in all, and one every PAUSE_S (30) seconds.
     """
     pause, every = PAUSE_S if every is None else math.inf, every or max(1, steps // 10)
     enable_progress_bars("slapo_zoo")  # progress bars of loading may be off

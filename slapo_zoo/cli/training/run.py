@@ -151,7 +151,9 @@ class Run(ScheduledTrainer):
         return [next(epoch_iterator)], None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run one optimizer step of the engine, record its measurements; return the mean loss of all dp ranks."""
+        """Run one optimizer step of the engine (torch, deepspeed, megatron) on `inputs`, all rows of this dp rank;
+        record its measurements in `self.record`; return the mean loss of all dp ranks. Other arguments are unused.
+        """
         lr = self._get_learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -186,7 +188,9 @@ class Run(ScheduledTrainer):
         super().log({k: v for k, v in measured.items() if v is not None and k != "digest"})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return "eval_loss" and "eval_accuracy", means over the held-out rows (at most `eval_batches` batches)."""
+        """Return {"eval_loss": ..., "eval_accuracy": ...}, means over the rows held out from training (`eval_batches`
+        batches; None: all), and pass them to trackers and callbacks. Trainer's arguments are unused.
+        """
         means = evaluate(self.model, self.inputs.held_out, self.options.eval_batches)
         found = {f"eval_{name}": value for name, value in means.items()}
         self.log(found)
@@ -228,7 +232,8 @@ class Run(ScheduledTrainer):
 
 
 class Ending(TrainerCallback):
-    """Trainer callback that saves the best model so far, and ends a run after a signal or when `Run.is_over`.
+    """Trainer callback that saves the model after each evaluation that is the best so far, and ends the run after a
+    signal, after `max_steps` steps, or after `patience` evaluations without a new best.
 
     Args:
         run: Trainer that the callback belongs to.

@@ -49,7 +49,7 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
         trace: record a timeline of one more step.
 
     Raises:
-        VerifyError: the loss differs from the plain model's by over 1e-3 (fp32; else 3e-2) of it, or of 1 if it is less.
+        VerifyError: the loss differs from the plain model's loss by over 1e-3 (fp32; else 3e-2) * max(1, that loss).
     """
     name = load["name_or_path"]
     model: Any = AutoScheduledModel.from_pretrained(**load).train()
@@ -88,8 +88,9 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Load the checkpoint `name` with plain transformers on rank 0, in float32 on the CPU; return its loss on `batch`. Return
-    NaN on other ranks, or if the weights need over half the free memory. `model` is the scheduled model.
+    """Return the loss on `batch` of the checkpoint `name`, loaded on rank 0 with plain transformers in float32 on the
+    CPU. NaN, which means no comparison, is returned on other ranks, and if the weights need over half the free memory.
+    `model` is the scheduled model, of which class and sizes are read.
     """
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
