@@ -211,9 +211,8 @@ def _key_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients dk and dv of keys and values [B, T, H, D]; a Triton program computes BN keys of a head and
-    loops over the queries. `d_out` is the gradient of attention's output, `delta` [B, H, S] the result of
-    `_delta_kernel`, `log_sum` [B, H, S] the log-sum-exp of the scores. `_options` returns the arguments after v (masks
-    etc.).
+    loops over the queries. `d_out` is the gradient of attention's output, `delta` [B, H, S] is from `_delta_kernel`,
+    `log_sum` [B, H, S] is the log-sum-exp of the scores. `_options` returns the arguments after v (masks, sizes, ...).
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -254,9 +253,9 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, given: Any, *kernels: str) -> tuple[Any, ...]:
-    """Return launch arguments of this file's kernels: a tuple of all that follow v, then for each of `kernels` a dict
-    of its compile-time constants. A kernel is "forward", "query" (gradient of q) or "key" (of k and v). q is
-    [B, S, H, D], k [B, T, H, D]; `given`, a `Given` of blocked_attention.py, has attention's options.
+    """Return (the tuple of arguments that follow v in every kernel of this file, then for each of `kernels` the dict of
+    its compile-time constants). A kernel is "forward", "query" (gradient of q) or "key" (gradients of k and v). q is
+    [B, S, H, D], k [B, T, H, D]; `given` is attention's options, the `Given` of blocked_attention.py.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds
@@ -303,8 +302,8 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
 
 def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel for q [B, S, H, D], k and v [B, T, H, D]; return attention's output [B, S, H, D] and
-    the log-sum-exp of its scores [B, H, S]. `given`, a `Given` of blocked_attention.py, holds all options of attention:
-    bias table, key mask, dropout mask or seeds, scale, causal, window.
+    the log-sum-exp of its scores [B, H, S]. `given` has attention's options (the NamedTuple `Given` of
+    blocked_attention.py): bias table, key mask, dropout mask or seeds, scale, causal, window.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape
@@ -321,7 +320,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernels for `d_out`, the gradient of attention's output `out`, both [B, S, H, D]. Return the
     gradients of q [B, S, H, D], k, v [B, T, H, D] and the bias table [H, C] (empty without one). `out` and `log_sum`
-    [B, H, S] are what `forward` returned for this q, k, v and `given`, the options of attention (bias, masks, ...).
+    [B, H, S] are what `forward` returned for this q, k, v and `given`, attention's options (the NamedTuple `Given` of
+    blocked_attention.py: bias table, key mask, dropout, scale, causal, window).
     """
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]

@@ -228,9 +228,7 @@ def _backward(
 class _Blocks:
     """Attention scores of q [B, S, H, D] and k [B, T, H, D] on a CPU, block by block: `of(row)` yields the blocks of a
     batch row, each of some heads, consecutive queries and all keys that they may see; `weights` and `mask` compute a
-    block.
-
-    `given` has the options of attention. Scores are in fp32 if `given.wide`, else in the dtype of q.
+    block. `given` has the options of attention. Scores are in fp32 if `given.wide`, else in the dtype of q.
     """
 
     def __init__(self, q: Tensor, k: Tensor, given: Given):
@@ -341,8 +339,8 @@ class _Blocks:
 
     def _draw(self, seeds: list[int]) -> Tensor:
         """Draw a dropout mask of 0 and 1 for each of `seeds`, one per head of a batch row; return
-        [heads, queries, keys]. Masks are for all `given.drawn` tokens of the row with padding; if `given.places` has
-        the indices of the tokens that are no padding, only their rows and columns are returned.
+        [heads, queries, keys]. The keys are the `given.drawn` tokens of the row with padding; but if padding was
+        removed, only the rows and columns of the tokens that are left are returned, whose indices are `given.places`.
         """
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)

@@ -164,10 +164,11 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z and x [M, N] (that of x is empty without dropout, where it equals that of z), weight,
-    bias and x_bias [N] (empty with `rms`, and without x_bias) for z = mask * (x + x_bias) + residual and y = norm(z).
-    `dy` and `dz` (None: 0) are the gradients of y and z; `mean` (unused if `rms`) and `rstd` = 1 / std are [M]. The
-    dropout mask is `keep` [M, N], or hashed from `seeds`, one per M / n rows; `rms` means RMSNorm.
+    """Return the gradients of z, x, weight, bias and x_bias for z = mask * (x + x_bias) + residual and y = LayerNorm(z)
+    or, with `rms`, RMSNorm(z). z and x are [M, N], the others [N]. The gradient of x is empty without dropout, where it
+    equals that of z; that of bias is empty with `rms`, that of x_bias unless `has_x_bias`. `dy` and `dz` (None: 0) are
+    the gradients of y and z; `mean` (unused if `rms`) and `rstd` = 1 / std are [M]. The dropout mask is `keep` [M, N]
+    or, if that is None, hashed with probability `p` from `seeds` [n], one for every M / n rows.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

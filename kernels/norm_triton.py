@@ -127,10 +127,10 @@ def forward(
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel for z = mask * (x + x_bias) + residual and y = norm(z), with x [M, N]; return y, z
-    [M, N], mean [M] and 1 / std [M]. z is empty without x_bias, residual and dropout, where it equals x; mean is empty
-    with `rms` (RMSNorm). The dropout mask is `keep` [M, N] or, if None, hashed with probability `p` from `seeds` [n],
-    one per M / n rows.
+    """Launch the forward kernel for z = mask * (x + x_bias) + residual and y = LayerNorm(z) or, with `rms`, RMSNorm(z);
+    x is [M, N]. Return y, z [M, N], mean [M] and 1 / std [M]. z is empty without x_bias, residual and dropout, where it
+    equals x; mean is empty with `rms`. The dropout mask is `keep` [M, N] or, if that is None, hashed with probability
+    `p` from `seeds` [n], one for every M / n rows.
     """
     M, N = x.shape
     x, weight, bias, x_bias, residual, keep = contiguous(x, weight, bias, x_bias, residual, keep)
@@ -162,10 +162,11 @@ def backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for `dy` and `dz` (None: 0), the gradients of y = norm(z) and z = mask * (x + x_bias)
-    + residual. Return the gradients of z and x [M, N] (that of x is empty without dropout, where it equals that of z),
-    weight, bias and x_bias [N] (empty with `rms`, and without x_bias). z, `mean`, `rstd` (1 / std) are from `forward`;
-    the dropout mask is `keep` [M, N] or hashed with probability `p` from `seeds`.
+    """Launch the backward kernel for z = mask * (x + x_bias) + residual and y = LayerNorm(z) or, with `rms`,
+    RMSNorm(z), given their gradients `dz` (None: 0) and `dy`. Return the gradients of z, x [M, N], weight, bias and
+    x_bias [N]: that of x is empty without dropout, where it equals that of z, that of bias with `rms`, that of x_bias
+    unless `has_x_bias`. `mean` and `rstd` (1 / std) are from `forward`. The dropout mask is `keep` [M, N] or, if that
+    is None, hashed with probability `p` from `seeds` [n], one for every M / n rows.
     """
     M, N = z.shape
     dy, dz, z, weight, keep = contiguous(dy, dz, z, weight, keep)

@@ -92,12 +92,11 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Run T5Attention.forward (same arguments) with this kernel; return (output, position bias, None). The next layer
-    gets that position bias as `position_bias`: here T5's weight [buckets, H], elsewhere the bias [1, H, S, T] made from
-    it.
+    """Run T5Attention.forward (same arguments) with this kernel; return (output, weight, None). T5's `weight`
+    [buckets, H] goes to the next layer as `position_bias`, in place of the bias [1, H, S, T] that T5 makes from it.
 
     The class's own forward runs for packed sequences, for masks under a compiler, if a cache holds tokens, and if
-    `position_bias` is [1, H, S, T]; it returns a bias [1, H, S, T] in the last case, and in a first layer with a cache.
+    `position_bias` is [1, H, S, T]; in the last case, and in a first layer with a cache, that bias is returned.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states

@@ -125,9 +125,9 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """Write the gradient of the logits to `out` [N, C], which may be `logits`, in torch operations; return `out`.
-    `target` [N] is each row's column of the target (-1: none), `log_sum` [N] the log-sum-exp over all classes,
-    `d_statistics` [3, N] the gradient of log-sum-exp, target's logit and sum of logits.
+    """Write the gradient of the logits, softmax * d[0] + onehot * d[1] + d[2], to `out` [N, C], which may be `logits`,
+    in torch; return `out`. d is `d_statistics` [3, N], the gradients of each row's log-sum-exp, target's logit and sum
+    of logits. `target` [N] is the target's column (-1: none), `log_sum` [N] the log-sum-exp over all classes.
     """
     if not logits.shape[1]:
         return out

@@ -85,9 +85,9 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Overwrite logits [N, C] by their gradient; return them. `target` [N] is each row's column of the target (-1:
-    none), `log_sum` [N] the log-sum-exp over all classes, `d_statistics` [3, N] the gradient of (log-sum-exp, target
-    logit, sum).
+    """Overwrite logits [N, C] by their gradient softmax * d[0] + onehot * d[1] + d[2]; return them. d is `d_statistics`
+    [3, N], the gradients of each row's log-sum-exp, target's logit and sum of logits. `target` [N] is the target's
+    column, -1 if in another shard or ignored; `log_sum` [N] is the log-sum-exp over all classes.
     """
     N, C = logits.shape
     if N and C:

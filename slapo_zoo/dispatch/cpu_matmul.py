@@ -82,10 +82,8 @@ def _blocks(length: int, width: int) -> Iterator[slice]:
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a @ b + bias by oneDNN's linear operator, which torch.compile uses too but is not public.
-
-    Non-contiguous operands are copied first, because oneDNN is a hundred times slower on them and ignores the
-    strides of a bias.
+    """Compute a @ b + bias by oneDNN's linear operator, which torch.compile uses too but is not public. Non-contiguous
+    operands are copied first, because oneDNN is a hundred times slower on them and ignores the strides of a bias.
     """
     bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), bias, "none", [], "")

@@ -249,8 +249,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node in compiled graphs.
 
-    Without a compiler, transform or mode, a call runs as an autograd function, not as the operator: that costs the host
-    a third of the time. Both make the GPU of the first tensor the current device, on which Triton launches kernels.
+    Without a compiler, transform or mode, a call runs as an autograd function, not as the operator: the host needs a
+    third of the time. Both make the GPU of the first tensor the current device, on which Triton launches kernels.
 
     Args:
         name: name of the operator.

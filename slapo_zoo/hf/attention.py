@@ -167,7 +167,8 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return attention [1, S, H, d] of q [1, H, S, d] and k, v [1, K, S, d], in which the S tokens of all batch
         rows that are no padding follow one another: `self.stream.real_tokens` [B, tokens] is True for these. A token
-        sees its own row only. `p` is the dropout probability, `scaling` the factor of the scores.
+        sees its own row only. `attention` is transformers' module, `p` the dropout probability, `scaling` the scores'
+        factor.
         """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0

@@ -67,10 +67,10 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `make`, a mask function of `transformers`, for steps whose tokens are sharded over n cp ranks: the wrapper,
-    called on rank r for its own s queries and t keys, all-gathers the padding mask and returns the mask of the s
-    queries for all n * t keys; if attention is by heads ("ulysses"), of all n * s queries. None, as from `make`, hides
-    nothing.
+    """Wrap `make`, a mask function of `transformers`, for steps whose tokens are sharded over n cp ranks. The wrapper,
+    called on rank r for its own s queries and t keys, all-gathers the padding mask over cp and returns the mask of
+    these s queries (if attention is by heads, "ulysses", of all n * s queries) for all n * t keys; None if no mask is
+    needed.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->
               make(q_length=s, q_offset=r * s, kv_length=n * t, attention_mask=[B, n * t])

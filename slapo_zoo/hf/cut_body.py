@@ -117,7 +117,7 @@ class Body:
 
 def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
     """Context of a forward whose tokens are sharded over cp as `cut` says, or not sharded if `cut` is None. `state` is
-    that of the model's Schedule. If `state.body` is None, the whole model computes this rank's tokens; if it is a
+    the State of the model's Schedule. If `state.body` is None, the whole model computes this rank's tokens; if it is a
     `Body` (set for heads that read a whole row), only the blocks do.
     """
     body = state.body

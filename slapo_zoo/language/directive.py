@@ -43,8 +43,8 @@ class ForwardContext:
         tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
         real_tokens: bool [B, S], True at tokens that are no padding; None where padding is computed too.
         tape: records the collectives during a dry run on fake tensors; None in a real forward.
-        is_call: True while a call of the model or a submodule runs, which has cast and gathered weights and chosen
-            dropout masks: calls of submodules in it do not do so again.
+        is_call: True while a call of the model or a submodule runs: it has gathered the weights and chosen the dropout
+            masks, so that calls of submodules within it do not do so again.
         cut: how the tokens are sharded over cp (a `TokenCut`); None where the rank holds all tokens.
     """
 

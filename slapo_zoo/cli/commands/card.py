@@ -40,8 +40,8 @@ def make(
     auto_class: Head = None,
     cp: Cp = 1,
 ) -> Any:
-    """Write a card: a folder to publish, with the schedule by which slapo_zoo shards a model, whose config alone is
-    read. --auto-class names the class of the model's head, by default the one in the config.
+    """Write a card: a folder to publish, with the schedule by which slapo_zoo shards a model. Of the model only the
+    config is read. --auto-class names the class of the model's head, by default the one in the config.
     """
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled

@@ -140,9 +140,9 @@ def _forecast_text(found: Any, order: str) -> str:
 
 
 def _weights_text(found: Any, what: str, ranks: int, step: int) -> str:
-    """Return a table titled `what` of what each of `ranks` ranks reads at the load, by `found`, a WeightsPlan.
-
-    Each row stands for `step` consecutive ranks: for step = tp all ranks of a pipeline stage, for step = 1 one rank.
+    """Return a table, under the title `what`, of the tensors, bytes and files that each of `ranks` ranks reads at the
+    load, by the forecast `found`, a WeightsPlan. Each row stands for `step` consecutive ranks: for step = tp all ranks
+    of a pipeline stage, for step = 1 one rank.
     """
     from slapo_zoo.weights.ledger import as_table, filled, human
 

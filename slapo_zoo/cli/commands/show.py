@@ -61,8 +61,8 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return the results of a dry run, a `Survey`, as a dict for `--json`: "program" (changes to modules), "tensors"
-    (shapes), "ranks" (bytes), "total_parameters", "collectives", "kernels", "tunable" (options that a search may set).
+    """Return `found`, a `Survey` (results of a dry run), as a dict for `--json`: "program" (changes to modules),
+    "tensors" (shapes), "ranks" (bytes), "total_parameters", "collectives", "kernels", "tunable" (options for a search).
     """
     steps = found.outline.schedule.history
     return {
