@@ -72,7 +72,7 @@ class Explanation:
         return list(dict.fromkeys([*self.done, *after]))
 
     def _about(self, path: str) -> tuple[str, ...]:
-        """Return the printed lines about the module at `path`: each change, then the collectives that it causes."""
+        """Return a line per directive (change) at the module `path`, each followed by lines on its collectives."""
         own = Counter((t.directive, t.phase, t.kind, t.mesh_dim, t.bytes) for t in self.at(path))
         lines = []
         for directive in dict.fromkeys([*self.done.get(path, ()), *(key[0] for key in own)]):

@@ -82,7 +82,7 @@ def _side(device: torch.device) -> Any:
 
 
 class Offloaded(Kept):
-    """Handle for an activation saved in the forward `call`: a view of the memory that `host` copied to the host."""
+    """Handle that autograd saves in place of `tensor` in the forward `call`; `host` is a copy of its memory."""
 
     def __init__(self, call: "Call", host: HostCopy, tensor: Tensor):
         self.call, self.host = call, host
@@ -160,8 +160,8 @@ class Offloads:
         Args:
             path: path of the module.
             module: the module; its parameters and buffers stay on the device.
-            keeps: pack functions (of torch's saved_tensors_hooks), tried before, from the last to the first. When one
-                returns a handle, that handle is saved and nothing is copied to the host.
+            keeps: functions that get a tensor before it is copied, the last one first, and return the tensor itself or
+                a handle (an object for autograd to save); after a handle nothing is copied to the host.
         """
         last, order = self._last, self.paths.index
         follows = last is not None and order(last.path) < order(path)
@@ -195,7 +195,7 @@ def _storages(module: nn.Module) -> set[int]:
 
 
 class Share(Kept):
-    """Handle for a saved activation that is equal on all tp ranks: each rank keeps 1/tp of its elements."""
+    """Handle that autograd saves for `x`, equal on all tp ranks: 1/tp of its elements; `again()` all-gathers `x`."""
 
     def __init__(self, x: Tensor, mesh: Mesh):
         self.shape, self.group, self.size = x.shape, mesh.group("tp"), mesh.tp

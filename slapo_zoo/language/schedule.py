@@ -64,7 +64,7 @@ else:
 
 
 class Selection(_Methods):
-    """Modules that `sch[pattern]` matches; primitives are methods, and `selection[name]` selects the child `name`."""
+    """Modules that `pattern` matches; `shard()` and other primitives change each of them; `[name]` selects children."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
         self.schedule, self.path = schedule, pattern
@@ -96,7 +96,7 @@ class Selection(_Methods):
         return join(self.path, path) in self.schedule
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
-        """Yield (path, selection) for each module at or below the selected path; `prefix` is put before each path."""
+        """Yield ("prefix.path", Selection of that module) for the module at the path (no glob) and all below it."""
         for path in self.schedule.state.modules:
             if not self.path or path == self.path or path.startswith(self.path + "."):
                 yield join(prefix, path) if prefix else path, Selection(self.schedule, path)

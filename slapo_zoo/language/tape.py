@@ -107,7 +107,7 @@ class Ref(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tensor's elements; a view may have fewer than its memory (`size`)."""
+        """Return the bytes of the tensor's elements; the memory that a view shares may have more (`size`)."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -135,8 +135,8 @@ class Row(NamedTuple):
     """One event of a recorded step: an operator, a collective, or the begin or end of a module call.
 
     Args:
-        op: the torch operator, the kind of a collective, or an event: LEAVE (a call ends), LOSS (the backward begins),
-            GRADIENT (first gradient of a unit's output), FREE (memory was freed), ...
+        op: the torch operator, the kind of a collective, or an event: ENTER, LEAVE (a module call), LOSS (the backward
+            begins), GRADIENT (of a unit's output), SUMMED (in a parameter's `.grad`), FREE (of memory), "output".
         unit: path of the watched unit (e.g. a block) that runs; '' between units.
         path: path of the module that causes the event, where that is known.
         reads: tensors among the arguments.
@@ -145,7 +145,7 @@ class Row(NamedTuple):
         output: result of a unit's call, flattened, with a Ref in place of each tensor.
         product: the matrix product or attention that the operator computes, or None.
         backward: True when the event happens during the backward.
-        amount: bytes of a collective; `Ref.storage` that FREE frees; unit call (index) whose output gets a GRADIENT.
+        amount: of a collective its bytes, of FREE the `Ref.storage`, of GRADIENT the index of the unit's call; else 0.
         transfer: the collective, or None for any other event.
     """
 
@@ -174,13 +174,13 @@ class _Done(Exception):  # noqa: N818 - not an error: the loss is known, so the 
 
 
 class Tape(TorchDispatchMode):
-    """Recorder of one training step of a model on fake tensors; without a model it records collectives only.
+    """Recorder of a training step of a model on fake tensors, as a list `rows` of events (`Row`).
 
     Args:
-        model: model with fake tensors; None when the caller runs the forward itself.
-        units: paths of modules, e.g. blocks, no two within each other; each row names the unit that runs.
-        inner: paths of further modules for whose calls a row is written at the begin and the end.
-        last: path of a unit; the forward is stopped after it if a vocabulary-parallel loss was computed by then.
+        model: model with fake tensors; None when the caller runs the forward itself: only collectives are recorded.
+        units: paths of modules, e.g. blocks, no two within each other; each Row names the unit that runs.
+        inner: paths of further modules; each begin and end of their calls is a Row, too.
+        last: path of a unit after which `run` ends the forward, if a loss was computed by then, and runs the backward.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Tape(TorchDispatchMode):
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
     def note_output(self, output: Any) -> None:
-        """Append a row that reads all tensors of `output`; as `loss_of` of `run` this means that no backward runs."""
+        """Append a Row that reads all tensors of `output`. Returns None: as `loss_of` of `run` it means no backward."""
         self.note("output", reads=self._refs(output))
 
     def listen(self, group: Any, mesh_dim: str, path: str, directive: object) -> Any:
@@ -287,7 +287,7 @@ class Tape(TorchDispatchMode):
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """Return a loss for `run`: vocabulary-parallel losses and `output` tensors with a gradient, summed; or None."""
+        """Return the sum of `self.losses` and of all elements of `output` that require grad; None if there are none."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]
@@ -328,7 +328,7 @@ class Tape(TorchDispatchMode):
                    tensor.dtype, tensor.requires_grad)  # fmt: skip
 
     def _given(self, tensor: Tensor) -> None:
-        """Give a negative storage number (`Ref.storage`) to a tensor that existed before the step, e.g. a parameter."""
+        """Give the memory of a tensor from before the step, e.g. a parameter, a negative number (for `Ref.storage`)."""
         key = tensor.untyped_storage()._cdata
         self._storages.setdefault(key, -1 - len(self._storages))
 
@@ -372,6 +372,6 @@ class Tape(TorchDispatchMode):
             raise _Done
 
     def _summed(self, parameter: Tensor) -> None:
-        """Append a row that reads `parameter.grad`; autograd calls this hook once a gradient was accumulated there."""
+        """Append a Row that `parameter.grad` was summed; autograd calls this hook after each addition to `.grad`."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))

@@ -36,7 +36,7 @@ class Argument:
 
     @property
     def live(self) -> bool:
-        """Return whether the value in the example call holds a tensor, i.e. is a graph input; other values are constants."""
+        """Return True if the example value is or contains a tensor: a graph input. Other values become constants."""
         return _has_tensor(self.value)
 
 
@@ -47,7 +47,7 @@ class Call:
     Args:
         module: module whose forward is traced.
         where: path of the module, for errors.
-        arguments: arguments in the order of the signature.
+        arguments: example values, in order: one per parameter, and one per value passed in `*args` or `**kwargs`.
         others: name of the forward's `**kwargs` parameter, or ''.
     """
 
@@ -103,9 +103,9 @@ class Call:
         values = {a.name: a.value for a in self.arguments}
         return {**values, f"**{self.others}": {}}
 
-    def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
-        """Add a placeholder per argument to the graph of `tracer`; return (function that runs the forward on these, its
-        arguments, which are none: []).
+    def record(self, tracer: ValueTracer) -> tuple[Callable[[], Any], list[Any]]:
+        """Add a placeholder per argument to the graph of `tracer`. Return, as fx.Tracer expects, (function to trace, its
+        list of arguments): a function of no arguments that runs the forward on the placeholders, and [].
         """
         proxies, optional = [], False
         for a in self.arguments:

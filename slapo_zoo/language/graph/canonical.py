@@ -47,10 +47,10 @@ DIMS = {"dim", "dim0", "dim1"}
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """Reference to a submodule's parameter, e.g. the bias of a Linear, which an argument of a pattern can match.
+    """Path and name of a submodule's parameter, e.g. a Linear's bias, which stand for it where a pattern matches it.
 
     Args:
-        target: path of that module, relative to the traced module.
+        target: path of the submodule, relative to the traced module.
         name: name of the parameter.
     """
 
@@ -99,10 +99,10 @@ FREE = {"weight", "bias", "normalized_shape", "eps", "p"}
 
 
 def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Operation:
-    """Return the canonical name and arguments of the operation that a call node performs.
+    """Return the name and arguments of a call node's operation, equal for `x + y`, `torch.add(x, y)` and `x.add(y)`.
 
     Args:
-        node: call node in the graph of `owner`.
+        node: call node in the graph of `owner`; the name of an unknown operation is its function or module class.
         owner: module whose submodules the graph calls.
         in_pattern: True for a node of a pattern: its module's weights, eps and dropout rate become ANY (any value).
     """

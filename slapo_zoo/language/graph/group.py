@@ -21,7 +21,7 @@ class GroupModule(TracedModule):
 
     @classmethod
     def around(cls, owner: fx.GraphModule, graph: fx.Graph, name: str) -> "GroupModule":
-        """Construct a module of class `name` that runs `graph`, which calls the owner's submodules as `owner.<path>`."""
+        """Construct a module of class `name` that runs `graph`; its targets `owner.<path>` are submodules of `owner`."""
         new = cls(name)
         new.__dict__["owner"] = owner  # not registered as a child: that would be a cycle
         new.graph = graph

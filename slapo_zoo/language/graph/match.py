@@ -1,6 +1,6 @@
 """Match a traced pattern against a graph: equal operations, arguments and constants, no outside use of inner values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,18 +95,18 @@ class Matcher:
             self.found.append(match)
         return self.found
 
-    def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
-        """Return the match whose first output is `node`, or None; if nodes match but cannot be replaced, add the reason
-        to `self.found.rejected`. `outputs` are the nodes that the pattern returns.
+    def _anchored(self, outputs: Sequence[Any], node: fx.Node) -> Subgraph | None:
+        """Return the match whose first output is `node`, or None. If nodes match but one call cannot replace them (e.g.
+        others use an inner value), add the reason to `self.found.rejected`. `outputs`: nodes that the pattern returns.
         """
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
-            real = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}
-            reason = self._escapes(real, binding, outputs)
+            calls = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}
+            reason = self._escapes(calls, binding, outputs)
             if not reason:
                 inputs = {p.target: binding[p] for p in self.pattern.graph.nodes
                           if p.op == "placeholder"}  # fmt: skip
-                nodes = tuple(n for n in self.module.graph.nodes if n in set(real.values()))
+                nodes = tuple(n for n in self.module.graph.nodes if n in set(calls.values()))
                 ends = tuple(binding[o] for o in outputs)
                 return Subgraph(self.path, self.module, nodes, inputs, ends)
         if reason:
@@ -121,15 +121,15 @@ class Matcher:
             for node in self.module.graph.nodes:
                 yield from self._outputs(rest[1:], self._value(rest[0], node, binding))
 
-    def _escapes(self, real: Binding, binding: Binding, outputs: Any) -> str:
-        """Return why the matched nodes cannot become one call (e.g. another node uses an inner value), or ''.
+    def _escapes(self, calls: Binding, binding: Binding, outputs: Sequence[fx.Node]) -> str:
+        """Return why one call cannot replace the matched nodes (e.g. others use an inner value), or '' if it can.
 
         Args:
-            real: call node of the pattern --> matched graph node.
-            binding: node of the pattern, inputs and parameters included --> what it matched.
-            outputs: nodes that the pattern returns.
+            calls: the nodes to replace: call node of the pattern --> graph node that it matched.
+            binding: `calls`, and the pattern's inputs and parameters --> node, constant or parameter that each matched.
+            outputs: nodes of the pattern that it returns.
         """
-        inside = set(real.values())
+        inside = set(calls.values())
         ends = {binding[o] for o in outputs}
         for node in inside - ends:
             outside = [u for u in node.users if u not in inside and u.target not in GUARDS]
@@ -170,7 +170,7 @@ class Matcher:
                 yield from self._all(pairs, {**binding, p: v})
 
     def _free(self, v: fx.Node, binding: Binding) -> bool:
-        """Return True if `v`, a node of the graph, is not matched yet, or only by an argument of the pattern.
+        """Return True if no operation of the pattern has matched the graph node `v`; inputs of the pattern may have.
         `binding` holds the matches so far: node of the pattern --> node, constant or parameter that it matched.
         """
         return all(b is not v or p.op == "placeholder" for p, b in binding.items())

@@ -108,7 +108,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Set `training` on a module and on those submodules that are in the same mode as the module; skip all others."""
+    """Set `training` on a module, and on all submodules at any depth whose `training` equalled the module's before."""
     before = module.training
     for m in module.modules():
         if m.training == before:

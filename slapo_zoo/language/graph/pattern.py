@@ -46,7 +46,7 @@ class ModulePattern(nn.Module):
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """Match, in a pattern function, a call with `args` of any module whose path, or the end of it, matches `regex`."""
+    """Return the proxy, in a pattern, of a call with `args` of any module whose path, or its end, matches `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = "call_module was called outside of a pattern, or without its arguments"

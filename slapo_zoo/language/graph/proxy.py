@@ -145,7 +145,7 @@ class ValueProxy(Proxy):
 
 
 class Method:
-    """Bound method of a proxied value; calling it adds a `call_method` node."""
+    """Method `name` of the proxy `owner`; a call adds a `call_method` node to the graph and returns its proxy."""
 
     def __init__(self, owner: ValueProxy, name: str):
         self.owner, self.name = owner, name

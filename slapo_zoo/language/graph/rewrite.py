@@ -112,11 +112,11 @@ def _replace(
     subgraph: Subgraph, new: Any, name: str, carry: bool, constants: Mapping[str, Any] | None,
     single: bool = False, joined: bool = False,
 ) -> fx.Node:  # fmt: skip
-    """Replace a subgraph by one call, and return the new node.
+    """Replace a subgraph by one call of `new`, and return the call's node.
 
-    `single` says that the call returns the only output itself, not a sequence of outputs. `carry` gives `new` the
-    parameters of the replaced modules, concatenated if `joined`. `constants` are keyword arguments of `new`, which
-    becomes a child module `<name>_<k>` if it is a module.
+    With `single` the call returns the only output itself, else a sequence of outputs. `carry`: a module `new` gets the
+    replaced modules' parameters of the same names and shapes (ScheduleError if they differ), concatenated along axis 0
+    if `joined`. `constants` are keyword arguments of `new`. A module `new` becomes the child `<name>_<k>`.
     """
     owner, before = subgraph.module, insertion_point(subgraph)
     check_hooks(subgraph.nodes, owner, subgraph.path)

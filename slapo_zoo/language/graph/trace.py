@@ -111,8 +111,9 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
 
     Args:
         model: model to trace; its children are replaced by their traces when `recursive`.
-        **kwargs: `recursive` (default True: called modules get graphs too), `flatten` (default False; True: one graph
-            for all), `leaf_modules` or `leaves` (modules that stay one node), `example_args` and `example_kwargs`.
+        **kwargs: `example_args` and `example_kwargs` (of the traced call, none by default), `recursive` (default True:
+            called modules get graphs too), `flatten` (default False; True: one graph for all), `leaves` or, the same,
+            `leaf_modules` (modules that stay one node). ScheduleError: see `trace_module`.
     """
     leaves = tuple(kwargs.pop("leaf_modules", ())) + tuple(kwargs.pop("leaves", ()))
     recursive, flatten = kwargs.pop("recursive", True), kwargs.pop("flatten", False)
@@ -157,10 +158,9 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
 
 
 def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool) -> Any:
-    """Trace the module of an example call, in training mode if `training`, else in eval mode.
-
-    With `flatten` its children are traced too, and `leaves` (paths, class names, classes or predicates) stay single
-    nodes. Returns (graph, {name: tensor that became a constant of the graph}, tracer).
+    """Trace `call.module` on the example values in `call`, in training mode if `training`, else in eval mode.
+    Each child stays a single node; with `flatten` only the `leaves` do (paths, class names, classes or predicates).
+    Returns (graph, {name: tensor that became a constant of the graph}, tracer).
     """
     leaf = leaf_test(leaves, flatten)
 
@@ -197,11 +197,9 @@ def _forget_values(node: fx.Node) -> None:
 
 
 def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, str], bool]:
-    """Return a function (module, path below the traced root) --> True if the module stays a single node.
-
-    Args:
-        leaves: leaves chosen by the user, as paths, class names, classes or predicates.
-        flatten: the trace enters children; then modules with hooks are leaves, too.
+    """Return a function (module, path below the traced root) --> True if the module is a leaf: a node without a graph.
+    Leaves are `leaves` (paths, class names, classes or predicates), torch.nn modules (not Sequential), Conv1D,
+    `core_attn`, modules with a replaced forward and, if `flatten` (one graph for all modules), modules with hooks.
     """
 
     def given(module: nn.Module, path: str, leaf: Leaf) -> bool:
@@ -225,7 +223,9 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """Return `leaf`, given for a traced root, as it reads below the root's child `path`: "attn.q" is "q" in "attn"."""
+    """Return `leaf`, a user's choice of leaves, for the trace of the child `path`: "attn.q" becomes "q" in "attn", a
+    predicate still gets paths below the root, and a class or any other text stays as it is.
+    """
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

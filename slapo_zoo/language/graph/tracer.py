@@ -187,10 +187,10 @@ class ValueTracer(fx.Tracer):
         return self.create_node("get_attr", path, (), {})
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Create the placeholders of the graph, with names and defaults of the example call.
+        """Add a placeholder to the graph for each argument of the example call, with its name and default.
 
-        This overrides a method of fx.Tracer: `concrete_args` is `Call.record`, and the result is the pair that
-        fx.Tracer expects, (function to trace, its arguments).
+        This overrides a method of fx.Tracer: `concrete_args` is a function, the method `record` of the example `Call`;
+        its result is returned: (function to trace, list of this function's arguments).
         """
         return concrete_args(self)
 

@@ -49,11 +49,11 @@ class Checkpoint(Directive):
 
     Args:
         subgraph: nodes of a traced module to recompute: the result of `find` or a pattern (which cannot be written as
-            JSON), or a regex over the modules that the graph calls; None is the whole module.
-        policy: "" recomputes everything; "save_matmuls" saves the results of matrix products and fused
-            attention; "offload" saves everything in host memory and recomputes nothing; "sharded"
-            recomputes everything, and each tp rank saves 1/tp of the first argument (equal on all).
-        offload: keep the saved tensors in host memory until the backward.
+            JSON), or a regex for paths of the submodules that its graph calls; None is the whole module.
+        policy: what is saved; the rest is recomputed. "" saves the inputs; "save_matmuls" also the results of matrix
+            products and fused attention; "sharded" the inputs, of the first one 1/tp on each tp rank (it is equal on
+            all); "offload" everything, in host memory.
+        offload: True keeps in host memory, not on the device, what policy "" or "save_matmuls" saves.
     """
 
     subgraph: Any = None
@@ -95,12 +95,12 @@ def recompute_module(
     """Replace a module's forward by one that is recomputed in the backward.
 
     Args:
-        module: the module.
+        module: the module, whose forward no earlier call replaced.
         path: path of the module; removing it from `state.checkpointed` switches recomputation off.
-        state: state of the schedule.
+        state: state of the schedule; its lists of recomputed and of offloaded modules get `path`.
         policy: what is saved: "" (the inputs), "save_matmuls" (matrix products too), "offload" (all results, in host
             memory) or "sharded" (the inputs, 1/tp of the first one on each tp rank).
-        offload: keep the saved tensors in host memory until the backward.
+        offload: True keeps in host memory, not on the device, what policy "" or "save_matmuls" saves.
     """
     state.checkpointed.append(path)
     state.offloads.paths += [path] if offload or policy == OFFLOAD else []
@@ -197,12 +197,12 @@ def restoring(
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Remember the random state and the settings (ForwardContext) of the running forward; return a function (*contexts)
-    --> context, which restores both and then enters `contexts`, for the recomputation.
+    """Remember the random states and settings (`state.forward`) of the running forward. Return a function that makes a
+    context for a recomputation: both are in force until its exit, and contexts that it gets are entered inside.
 
     Args:
-        stream: random stream that draws dropout masks, or None; `get_cuda_rng_tracker` generators are always restored.
-        state: state of the schedule, which has the settings; None restores only random states.
+        stream: random stream of dropout masks, or None; generators of `get_cuda_rng_tracker` are always remembered.
+        state: state of the schedule; None remembers only random states.
     """
     tracker, position = get_cuda_rng_tracker(), None
     if stream is not None and (stream.is_open or stream.again):  # else torch restores its generator

@@ -32,17 +32,17 @@ class ForkRng(Directive):
     """Make the random numbers of a module independent of the modules that ran before it.
 
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
-              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row); in f,
-                        F.dropout, fused attention and torch.rand of a batch draw by row, as a Dropout does
+              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row); F.dropout,
+                        fused attention and torch.rand in f seed each row of the batch, as a Dropout does
     note:     a Dropout then draws the same mask for all sizes of the mesh; in eval mode the module runs unchanged
 
     Args:
-        per_rank: for modules other than Dropout: draw other numbers on each tp rank, as a sharded activation needs.
+        per_rank: for modules other than Dropout: tp ranks draw different numbers, for an activation sharded over tp.
         axis: for a Dropout whose input is sharded over tp: the sharded axis, 1 (heads) or -1 (last); 0: unsharded.
         size: unsharded size of that axis; 0 takes the number of outputs of the linear that `after` names.
-        after: name of a column-parallel linear whose output is dropped out (needs `axis=-1`): for a module that calls
-            F.dropout, a child (BART's `fc1`); for a Dropout, a sibling. If the parent calls the Dropout twice, only
-            the call after that sibling has a sharded input, and the other call an unsharded one.
+        after: name of the column-parallel linear whose output is dropped out (needs `axis=-1`): a child if the module
+            calls F.dropout (BART's `fc1`), a sibling if it is a Dropout. A call of the module's dropout that does not
+            follow a call of that linear has an unsharded input.
         tokens: True if, in steps with sequence parallelism, the input holds only the tokens of this rank.
         rows: True if axis 0 of the input is the batch; False (DeBERTa's relative positions): every
             micro-batch and dp rank draws the same mask.
@@ -100,7 +100,7 @@ class ForkRng(Directive):
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
-        """Return the (start, stop) of `axis` that this tp rank holds in the dropout's input; None if `axis` is not sharded."""
+        """Return this tp rank's range of indices on the sharded axis of the dropout's input; None if unsharded."""
         if not self.axis or not (size := self._size(site)):
             return None
         (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))
@@ -132,9 +132,9 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Record of the linear before a dropout; its attribute `ran` is True from the linear's call to the dropout's.
+    """Hook on the linear `module` that sets `ran` to True when the linear runs; the dropout after it sets False.
 
-    `run` is the range of the linear's output columns on this rank, `size` the number of columns on all ranks.
+    `run` is this rank's range of the linear's output columns, None if unsharded; `size` is their number on all ranks.
     """
 
     def __init__(self, module: nn.Module, run: Run | None, size: int):
@@ -152,8 +152,8 @@ class OwnDropout(TorchFunctionMode):
     Args:
         site: the module whose forward runs, with its path.
         tokens: True if, in steps with sequence parallelism, inputs hold only the tokens of this rank.
-        name: name from which the random numbers are derived, by default the path; it may differ between ranks.
-        child: record of the linear named by `ForkRng.after`, whose output is sharded along the last axis, or None.
+        name: name hashed into seeds, by default the path; a name with the tp rank in it gives each rank other masks.
+        child: hook on a linear in the module; F.dropout right after it gets this rank's columns of its output. Or None.
     """
 
     def __init__(
@@ -247,14 +247,14 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return keyword arguments of `kernels.dropout` for x: {"keep": mask}, or {"seeds": ..., "p": p} to hash it from.
+    """Return how `kernels.dropout` masks x: {"keep": mask} on a CPU; {"seeds", "p"}, from which a GPU hashes the mask.
 
     Args:
-        site: the module that drops, with its path.
+        site: the module that drops; gives the random stream and the mesh.
         x: input of the dropout.
         p: probability of a zero.
-        name: name from which the random numbers are derived.
-        tokens: True if, in steps with sequence parallelism, `x` holds only the tokens of this rank.
+        name: name hashed into the seeds: the module's path, with "#k" for the k-th random call in its forward.
+        tokens: True if a step with sequence parallelism gives the dropout only this rank's tokens.
     """
     stream, mesh = site.state.random, site.mesh
     if tokens and site.state.forward.tokens_divided:
@@ -267,8 +267,8 @@ def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
 
     Args:
         x: input of the Dropout.
-        child: record of the module that `ForkRng.after` names, None without one; x is sharded if the module has just run.
-        size: global size of the last axis, compared with that of `x` when `child` is None.
+        child: hook on the linear before the Dropout, or None; x is sharded if `child.ran`, which is then reset.
+        size: unsharded size of the last axis; without `child`, x is unsharded if its last axis has this size.
     """
     if child is None:
         return x.shape[-1] == size
@@ -283,7 +283,7 @@ def _dropout(
     size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """Return keyword arguments of `kernels.dropout`: {"keep": mask}, or {"seeds": ..., "p": p} to hash it from."""
+        """Return how `kernels.dropout` masks `input`: {"keep": mask} on a CPU; {"seeds", "p"} to hash it on a GPU."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

@@ -44,7 +44,7 @@ def register_primitive() -> Callable[[type], type]:
 
 @dataclass(frozen=True)
 class SiteView:
-    """View of one module, passed to the static `apply` of a class that is registered as a primitive."""
+    """One module of a schedule, as the `apply` of a user's own primitive gets it; other primitives are its methods."""
 
     site: Site
 

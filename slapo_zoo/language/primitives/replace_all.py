@@ -20,11 +20,11 @@ class ReplaceAll(Directive):
 
     rewrite:  for each m of the class:  parent.name = m  -->  parent.name = factory(path, m)
     note:     the factory gets the original modules; modules inside a replaced one are not replaced again
-    errors:   no such module; a factory that returns no module; a kernel that refuses one
+    errors:   no such module; a factory that returns no module; a module that the kernel does not support
 
     Args:
-        target_mod_type: a class (subclasses are replaced too), or the name of a class. JSON holds only names.
-        make_mod_fn: function (path, module, **options) --> module, or a kernel's name. JSON holds only names.
+        target_mod_type: a class (subclasses are replaced too), or its name. Only names can be saved as JSON.
+        make_mod_fn: function (path, module, **options) --> module, or a kernel's name. Only names can be saved as JSON.
         options: (name, value) pairs for the factory or kernel; a call may pass them as keywords.
     """
 
@@ -34,7 +34,7 @@ class ReplaceAll(Directive):
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "ReplaceAll":
-        """Construct the directive; keyword arguments that are no field become `options` of the factory or kernel."""
+        """Construct the directive from its three fields; any other keyword argument becomes a pair in `options`."""
         own = {f.name for f in fields(cls)}
         options = tuple((k, v) for k, v in kwargs.items() if k not in own)
         known = {k: v for k, v in kwargs.items() if k in own}

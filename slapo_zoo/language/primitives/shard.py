@@ -28,8 +28,8 @@ class ShardRule:
     divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None
 
 
-def _divide_groups(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set the number of groups of a GroupNorm or convolution to this rank's number (serves as `ShardRule.divided`)."""
+def _divide_groups(site: Site, param_name: str, directive: "Shard", _runs: list[Run]) -> None:
+    """Set the groups of a GroupNorm or convolution to this rank's number if `directive` shards its weight's axis 0."""
     module: Any = site.module
     applied = site.state.applied[site.path]
     name, groups = _groups(module)
@@ -164,7 +164,7 @@ class Shard(Directive):
             raise self.fail(site, problem, hint)
 
     def _reads_all(self, site: Site) -> str:
-        """Return which part of the module needs the unsharded tensor, e.g. "the recurrence" (LSTM), or '' if none."""
+        """Return what in the module needs `self.param_name` unsharded, e.g. "the recurrence" (LSTM); '' if nothing."""
         module: Any = site.module
         parent: Any = site.state.modules.get(site.path.rpartition(".")[0], module)
         rows = self.axis == 0
@@ -182,7 +182,7 @@ class Shard(Directive):
         return next((what for what, is_so in reads.items() if is_so), "")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return True if a directive at a tied module sharded the tensor (record `earlier`) with the same Placement."""
+        """Return True if `earlier`, made at a module with the same tied tensor, shards it as this directive would."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
@@ -234,10 +234,10 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda *call: self._joined(site, call[2], run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """Gather shared features of a Linear's output y [..., own + len(run)] over ranks; return [..., own + shared].
+        """Gather the last `self.shared` features of a Linear's output y over ranks (k and v of the only KV head).
 
-        y has this rank's own features, then its range `run` of the `shared` ones (k and v of the only KV head). The
-        backward sums the gradient of the shared features over ranks.
+        y [..., own + len(run)] has features of this rank alone, then the shared ones in its range `run`; the result is
+        [..., own + self.shared]. The backward sums the gradient of the shared features over ranks.
         """
         mine = run.stop - run.start
         own, end = y.split([y.shape[-1] - mine, mine], -1)
@@ -247,7 +247,7 @@ class Shard(Directive):
         return torch.cat([own, end], -1)
 
     def _adjust(self, site: Site) -> None:
-        """Apply the ShardRule of the module's class: set its size attributes, e.g. `out_features`, and its forward."""
+        """Set the sharded axis's size attribute, e.g. `out_features`, and call `divided` of the class's ShardRule."""
         rule = next((SHARD_RULES[c.__name__] for c in type(site.module).__mro__
                      if c.__name__ in SHARD_RULES), None)  # fmt: skip
         placed, tensor = site.placed(self.param_name), site.tensor(self.param_name)

@@ -16,8 +16,8 @@ class ShardArgument(Directive):
     """Slice a tensor argument, which the module gets by keyword, along one axis; each rank keeps its heads.
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
-              of every group of `size` indices along the axis each rank keeps its heads; da is all-reduced;
-              if `axis` > 0, None and an axis of length 1 (one mask for all heads) stay unchanged
+              a holds `size` heads of each row, row by row, and a_r this rank's heads of each; the backward
+              all-reduces da; if `axis` > 0, a may also be None or have one head for all: it stays unchanged
     why:      BLOOM computes the biases of all heads once, before its blocks; Falcon adds them to its mask
     errors:   fewer heads than ranks; a call in which the argument is no tensor, or its axis has another length
 

@@ -1,4 +1,4 @@
-"""shard_attribute: set a size attribute that the forward reads to this rank's size."""
+"""shard_attribute: give a module's attribute such as `num_heads` the value of this rank's shard."""
 
 import copy
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class ShardAttribute(Directive):
     Args:
         attribute: name of the attribute; for "config.num_attention_heads" the module gets a copy of its
             config (Phi-3 slices by it), so directives that change the model's config come before.
-        unit: number of consecutive indices that stay on one rank: head_dim for `split_size`, which counts columns.
-        together: number of units (query heads) that share a KV head and stay on one rank if they can.
-        replicate: several ranks hold the same unit when there are fewer units than ranks.
-        keep: number of ranks up to which the attribute is unchanged: `num_key_value_groups` shrinks only
-            when there are more ranks than KV heads.
+        unit: what stays on one rank: 1 head if the attribute counts heads, head_dim columns if it counts columns.
+        together: number of query heads per KV head: they stay on one rank where every rank can get a KV head.
+        replicate: True if ranks share a head when there are fewer than ranks; each then counts 1.
+        keep: for `num_key_value_groups` (query heads per KV head) the number of KV heads: with n ranks the attribute
+            is sharded over n // keep ranks, so it shrinks only if there are more ranks than KV heads.
         mesh_dim: name of the mesh dim that the counted units are sharded over.
     """
 

@@ -98,18 +98,19 @@ class Sync(Directive):
 
     rewrite:  fwd_post: y --> op(y);  fwd_pre: x --> op(x);  bwd_post: dx --> op(dx)
               A row-parallel Linear, Conv1D or convolution adds its bias once, after the collective.
-              "RR->RS" and the eight other reshards: see slapo_zoo.language.primitives.sync_reshard
-    errors:   unknown mode or op; an op that cannot run in that mode; an op that does not fit the module's
-              output: partial sums must be added up, sharded columns and unsharded outputs must not
+              Nine reshards, e.g. "RR->RS" (the last axis, replicated, becomes sharded): see `sync_reshard`
+    errors:   unknown mode or op; an op that cannot run in that mode; a sum of outputs that are no partial
+              sums (they are unsharded, or have other columns on each rank); another op on partial sums
     source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
 
     Args:
-        mode: "fwd_pre", "fwd_post" or "bwd_post"; older names are "forward" (fwd_post), "backward"
-            (bwd_post) and "both" of these.
-        sync_op_or_fn: a registered name (None: "all_reduce"), or a callable that becomes a hook; JSON holds only names.
+        mode: "fwd_pre", "fwd_post" or "bwd_post". Older names are "forward" (fwd_post), "backward" (bwd_post) and
+            "both", which inserts the same op in both.
+        sync_op_or_fn: a registered name (None: "all_reduce"), or a function (which cannot be written as JSON) that
+            becomes torch's hook: forward pre-hook, forward hook or full backward hook, by `mode`.
         axis: the tensor axis that is gathered or scattered.
-        tensor_parallel_output_grad: for all_gather and reshards to RR: dy is a partial sum on each
-            rank and must be summed (None: True for all_gather, False for a reshard).
+        tensor_parallel_output_grad: for all_gather and reshards to RR: True if dy is a partial sum on each rank, which
+            is to be summed (None: True for all_gather, False for a reshard).
         shared: True if siblings that take the same x (q, k, v) use one collective for it.
         sequence_axis: axis of the tokens, along which an all_reduce becomes an all-gather or reduce-scatter with
             sequence parallelism; None: it always stays an all-reduce.

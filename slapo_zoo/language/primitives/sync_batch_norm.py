@@ -84,7 +84,7 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function (x - mean) / std * weight + bias; its dx includes how mean and std depend on every rank's x."""
+    """Autograd function of batch norm by `mean`, `var` [C], `count` of all ranks' pixels; the backward all-reduces."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, var, count, eps, group):

@@ -39,7 +39,7 @@ def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("divide_tokens", "fwd_pre", "fwd_post")
 def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Return this rank's tokens of x [B, S, ...] in a step with sequence parallelism; otherwise return x."""
+    """Return this rank's slice of x [B, S, ...] along S if the running forward shards tokens over tp; else return x."""
     if not site.state.forward.tokens_divided:
         return x
     return collectives.scatter(x, 1, site.group(sync))
@@ -47,9 +47,9 @@ def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("join_tokens", "fwd_pre", "fwd_post")
 def _join_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-gather the tokens of x [B, S/n, ...] in a step with sequence parallelism; otherwise return x.
+    """All-gather x [B, S/n, ...] along S if the running forward shards tokens over tp; else return x.
 
-    All ranks compute the same from the result, so the backward slices its gradient without a sum.
+    All ranks compute the same from the result, so each has its complete gradient, of which the backward takes a slice.
     """
     if not site.state.forward.tokens_divided:
         return x
@@ -65,7 +65,7 @@ def _all_gather(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("join_columns", "fwd_post")
 def _join_columns(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-gather the columns of x, a column-parallel output, and drop padding; the backward keeps this rank's slice."""
+    """All-gather the columns of x (column-parallel), without weight padding; the backward keeps this rank's slice."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     axis = 1 if isinstance(site.module, CONVOLUTIONS) and x.ndim > 2 else -1

@@ -18,12 +18,12 @@ class SyncRMSNorm(Directive):
 
     rewrite:  y_r = w_r * x_r / sqrt(mean(x_r^2) + eps)  -->  y_r = w_r * x_r / sqrt(mean(x^2) + eps), x = x_0 .. x_(n-1)
     why:      OLMo-2 normalises the queries (and keys) of all heads together, before they are split into heads
-    note:     the class's own forward runs with an `eps` that corrects its local mean, so results are rounded as
-              without sharding. Columns that several ranks hold (KV heads) count once
+    note:     the class's own forward runs, with eps + mean(x^2) - mean(x_r^2) in place of eps, so results are
+              rounded as without sharding. Columns that several ranks hold (KV heads) count once
     errors:   the weight is not sharded; no attribute `eps` that is a number; the module's forward was replaced
 
     Args:
-        eps: name of the attribute that the forward adds to the mean; nn.RMSNorm needs none.
+        eps: name of the module's attribute that the forward adds to the mean; not used for nn.RMSNorm.
         mesh_dim: the mesh dim that the columns are sharded over.
     """
 

@@ -21,7 +21,7 @@ class Traces(Directive):
     example_inputs: Any
 
     def trace(self, site: Site) -> dict[str, Any]:
-        """Trace the module of `site` and others below it; return {path below it, '' for itself: traced module}."""
+        """Return {path below the module of `site`, '' for itself: traced module}, without a change of the model."""
         raise NotImplementedError(f"{type(self).__name__} must define trace(site)")
 
     def local(self) -> str:
@@ -67,11 +67,10 @@ class Trace(Traces):
     Args:
         leaves: modules that stay one node: paths below the module, class names, or predicates
             (module, path) --> bool. Modules of torch.nn (not Sequential), Conv1D and `core_attn` always stay.
-        flatten: record one graph for the module and all below it; otherwise every module that it calls
-            gets a graph of its own.
+        flatten: True records one graph for the module and all below it; False a graph in which each child is a node.
         example_inputs: a tuple of arguments, or a dict of them by name; None captures
             the module's arguments in a call of the `transformers` model on a tiny batch.
-        recursive: without `flatten`, trace the modules that it calls too.
+        recursive: without `flatten`, True also gives every called module below a graph of its own.
     """
 
     leaves: Any = ()

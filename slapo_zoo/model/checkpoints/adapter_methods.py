@@ -73,7 +73,7 @@ class Adapts:
         super().disable_adapters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
-        """Delete adapters by name; until none is left, `save_pretrained` writes no model, `save_checkpoint` raises."""
+        """Delete adapters by name. While one is left, `save_pretrained` saves it alone and `save_checkpoint` raises."""
         super().delete_adapter(adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
         for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
             self._slapo.adapters.pop(name, None)

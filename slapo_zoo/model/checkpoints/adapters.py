@@ -118,8 +118,8 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _trained_tensors(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Return, if there is one rank only, {key in peft's files: tensor or, if `grads`, gradient} of all that adapter
-    `name` trains. On several ranks return {}: there an adapter trains LoRA's matrices only, which `_matrices` lists.
+    """Return {key in peft's files: tensor or, if `grads`, gradient} of LoRA's matrices and all else that adapter `name`
+    trains (`modules_to_save`), on a mesh of one rank. On several ranks, which allow LoRA's matrices only, return {}.
     """
     from peft import get_peft_model_state_dict
 
@@ -157,7 +157,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context for peft to make its layers: parameters that ZeRO shards are placeholders of the shape before ZeRO."""
+    """Context for peft in which each parameter that ZeRO shards is replaced by a placeholder of its unsharded shape."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -277,10 +277,10 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return (directives for LoRA's matrix A, directives for B): `Shard`, `SumGradient` and `Sync`, with which both fit
-    the sharded weight of the layer at `path`; () and () for tp=1. SlapoError for an unsupported sharding.
+    """Return (directives for LoRA's matrix A, directives for B) of the layer at `path`: they shard A and B as tp shards
+    the layer's weight, and add the same collectives and gradient sums; () and () for tp=1. `state` is the schedule's.
     `placed` is the weight's sharding over tp (None: not sharded), `input_axis` its axis of input features, `syncs` are
-    the collectives at the layer, `state` (of the schedule) has the mesh, and the sums of the layer's gradients.
+    the collectives at the layer. SlapoError for a padded vocabulary, or collectives other than the all-reduce needed.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -349,7 +349,7 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Read the files in `folder` into the tensors of `values` (by key); SlapoError for a key that `wanted` lacks."""
+    """Fill this stage's `values` (by key) from the files in `folder`; SlapoError if `wanted` lacks a key of a file."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.key_to_file) - wanted):
             problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
@@ -381,7 +381,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _fit_layers(model: Any, name: str) -> None:
-    """Make adapter `name` draw this rank's slice of dropout masks and, under ZeRO, peft's `merge` add its rows only."""
+    """Let adapter `name` draw this rank's slice of dropout masks and, under ZeRO, merge into this rank's rows only."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         if rows := rows_of(getattr(layer.get_base_layer(), "weight", None)):

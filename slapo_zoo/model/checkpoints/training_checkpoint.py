@@ -42,8 +42,8 @@ class Resumed:
     Args:
         step: number of finished optimizer steps.
         data_positions: the `data_position` that each dp rank passed to `save_checkpoint`, by dp rank.
-        extras: the `extra` that each dp rank passed to `save_checkpoint`; one value if all were equal.
-        copy: dp coordinate of this rank (index into the two tuples); None if the save had another number of dp ranks.
+        extras: the `extra` that each dp rank passed, by dp rank; a tuple of one value if all were equal.
+        copy: this rank's dp rank, for `data_position` and `extra`; None if the save had another number of dp ranks.
     """
 
     step: int = 0
@@ -154,8 +154,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Check that the model can be saved, collect states of optimizers and random generators; return them as a `_Save`.
-
+    """Refuse a model with adapters, wait for a running save, and collect what is saved; a collective call of all ranks.
     Arguments are those of `save_checkpoint` on this rank; `mine` is {"step": ..., "data_position": ..., "extra": ...}.
     """
     refuse_adapters(model, SAVE)
@@ -175,7 +174,7 @@ def refuse_adapters(model: Any, step: str) -> None:
 
 
 class _Save:
-    """Save of a training checkpoint on one rank: the data to write, and the steps `describe`, `merge`, `copy`, `write`."""
+    """Save of a checkpoint on one rank, by `describe` (this rank), `merge` (all ranks), perhaps `copy`, and `write`."""
 
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
@@ -218,8 +217,8 @@ class _Save:
         return digest(json.dumps(record)), record if is_first else None, states, own
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """Merge `found`, the report that `describe` returned on each rank, into the training state that `write` saves.
-        Raise WeightsError if optimizers or steps differ between ranks.
+        """Put `found`, the tuple that `describe` returned on each rank, into `self.state`, which `write` saves: stages'
+        optimizers, random states, step, data. Raise WeightsError if optimizers or steps differ between ranks.
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
@@ -266,8 +265,8 @@ class _Save:
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
     """Return ({name: Target}, {name: key in files}); a Target is a tensor to fill from a checkpoint, with its sharding.
 
-    The tensors are those of `whole`: this tp and pp rank's parameters and buffers; under ZeRO (`dp_shard=`) only those
-    rows of each parameter that this dp rank holds.
+    `whole` has the tensors to fill, from `DataParallel.whole`: this tp and pp rank's parameters and buffers, unsharded
+    over dp, but under ZeRO (`dp_shard=`) this dp rank's rows of each parameter. Names are the model's.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)
@@ -280,10 +279,10 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer in `whole`}, {name: name under which the tensor is saved}).
+    """Return ({name: parameter or persistent buffer in `whole.tensors`}, {name: name under which the tensor is saved}).
 
-    Tied parameters are saved under one name. `whole` has the tensors of this tp and pp rank; under ZeRO (`dp_shard=`)
-    it has only those rows of each parameter that this dp rank holds.
+    Tied parameters are saved under one name. `whole.tensors` has this tp and pp rank's tensors, unsharded over dp, but
+    under ZeRO (`dp_shard=`) this dp rank's rows of each parameter.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}

@@ -70,7 +70,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
 
 
 class _Held:
-    """Lookup of this rank's tensors by their keys in files; under ZeRO `get` gathers the tensor over dp."""
+    """Lookup of this rank's tensors of `model` by key in files; under ZeRO `get` is a collective call over dp."""
 
     def __init__(self, model: Any):
         self.model, runtime = model, model._slapo
@@ -80,8 +80,8 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """Return this rank's tp shard of the tensor with this key in files; None if another stage has the tensor. Under
-        ZeRO the first `dp_shard=` dp ranks gather the shard over dp, by a collective; other ranks return None.
+        """Return this rank's tp shard of the tensor with this key in files, on its device; None if another stage has it.
+        Under ZeRO the dp ranks of the first replica all-gather the shard's rows; other dp ranks return None.
         """
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.sends(self.model.mesh):
@@ -148,7 +148,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return the index ranges along its sharded axis in which tensor `spec` is sent, each with the sending rank."""
+    """Return ranges of the sharded axis that cover tensor `spec` once, each with its sender, the first rank with it."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
