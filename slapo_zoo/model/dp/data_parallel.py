@@ -62,7 +62,7 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of `loss` * `loss_scale`, the factor by which averages of gradients over dp become sums."""
+        """Run the backward of `loss` * `loss_scale`, which is dp if an average of gradients over dp follows, else 1."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(
@@ -87,17 +87,17 @@ class DataParallel:
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of their losses on the last stage, 0 on others.
 
-        `step` are run, tensors, others and count of `pipeline_step`, but `run` multiplies losses by `loss_scale`. If
-        each rank runs a single stage, the last backward averages gradients over dp; else this call does not.
+        `step` is (run, tensors, others, count) as in `pipeline_step`, but with a `run` that returns losses *
+        `loss_scale`. The last backward averages gradients over dp if each rank runs one stage; else `sum_over_dp` does
+        so later.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
             return pipeline_step(pipeline, *step, before_last=before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward.
-
-        The all-reduce averages; since losses were multiplied by the number of ranks (`loss_scale`), that is the sum.
+        """Average the gradients over dp at the end of a step, unless its last backward has done so. As each loss was
+        multiplied by the number of dp ranks (`loss_scale`), the result is the sum of the losses' own gradients.
         """
         self.reducer.average()
 
@@ -140,11 +140,11 @@ class DataParallel:
         return value
 
     def sends(self, mesh: Mesh) -> bool:
-        """Return True: any rank may send tensors in `stream_weights`; under ZeRO only the ranks of one replica may."""
+        """Return True: this rank may send its tensors in `stream_weights`. `Sharded` (ZeRO) overrides this method."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """Return the model's tensors and optimizer, to write a checkpoint or read one; a collective call over dp."""
+        """Return {name: this rank's parameter or buffer} and `optimizer`, for a checkpoint; FSDP2 gathers over dp."""
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)
 
 
@@ -187,8 +187,8 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
     Args:
         model: a scheduled model.
         engine: replacement of the default `DataParallel`.
-        divides: True if the engine replaces parameters by sharded tensors of its own (FSDP2): gradient hooks on the
-            original parameters never run, and the `Calls` that keep those in memory are replaced.
+        divides: True if the engine (FSDP2) trains sharded tensors of its own, not the model's parameters: gradient
+            hooks never run, and the model gets a new `Calls` (hooks' state), so that the old parameters are freed.
     """
     runtime = model._slapo
     calls = runtime.calls = Calls(runtime, runtime.schedule.mesh) if divides else runtime.calls

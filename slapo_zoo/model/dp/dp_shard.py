@@ -36,11 +36,11 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (module, attribute, gathered parameter) of the parameters that are gathered before the forward: in ZeRO
-        stage 3 those outside the transformer blocks (embeddings, head), else all. `MixedPrecision` calls this method.
+        """All-gather parameters before a forward: in ZeRO stage 3 those outside the transformer blocks (embeddings,
+        head), else all; then yield (module, attribute, gathered parameter) for each.
 
-        `dtype` is the compute dtype, None for that of the parameters; `in_own_loop` is True if the user's loop runs
-        the backward, not `train_step`. Raises MeshError if parameters were replaced since the load.
+        `dtype` is the compute dtype, None for the parameters'. With `in_own_loop` the user's loop, not `train_step`,
+        runs the backward, which then averages over dp. MeshError if parameters were replaced since the load.
         """
         self.shards.averages = in_own_loop
         self.blocks.forget()  # left by a failed backward, or by one of a block called alone
@@ -62,7 +62,7 @@ class Sharded(DataParallel):
         yield from ((*place, whole[id(p)]) for place, p in read.items())
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Drop gradients that a failed step left; return a context of a step, as `DataParallel.new_gradients` does."""
+        """Drop what a failed step left. Return a context that sets `.grad` to None and finally adds old gradients."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -100,7 +100,7 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce gradients after a step: ZeRO's shards over ranks with the same rows, others over all dp ranks."""
+        """Sum gradients after a step: shards over the dp ranks with the same parameter rows, others over all of dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
@@ -117,8 +117,8 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return `value`, this rank's rows of parameter `p`, its gradient or an optimizer state, gathered over dp by a
-        collective. A tensor that ZeRO does not shard is cloned. `shape` is the shape of the parameter before ZeRO.
+        """Return `value` gathered over dp by a collective: this rank's rows of `p`, of its gradient or of an optimizer
+        state. `shape` is the shape of `p` before ZeRO. A `value` that ZeRO does not shard is only cloned.
         """
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
@@ -127,7 +127,7 @@ class Sharded(DataParallel):
         return found.clone() if is_padded else found  # a padded buffer would stay alive as a whole
 
     def sends(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send tensors in `stream_weights`: True for the first `dp_shard=` dp ranks."""
+        """Return True on the dp ranks 0 to dp_shard - 1: the one replica that sends its tensors in `stream_weights`."""
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, attribute, (index of the group in `groups`, index in the group)) of each parameter of a block."""
+    """Return (module, attribute, (i, j)) of each parameter of a block: it is number j of those in `groups[i]`."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip

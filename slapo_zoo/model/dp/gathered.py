@@ -92,10 +92,11 @@ class Shards(RowsOfRank):
         self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor,
         average: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """Sum gradients over the ranks that hold one replica, by a reduce-scatter; return this rank's rows of each sum.
+        """Reduce-scatter gradients over `group`, the ranks that hold one replica; return this rank's rows (slice of
+        axis 0, without padding) of each sum or, with `average`, of the average over all dp ranks.
 
-        `grads` are this rank's unsharded gradients, of `shapes`, None if missing; a result is None where no rank has a
-        gradient. Results have dtype and device of `like`. With `average` they are averages over all dp ranks.
+        `grads` are unsharded, of `shapes`, or None; a result is None if no rank has the gradient. `like` has dtype,
+        device.
         """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))
@@ -158,7 +159,7 @@ class Group:
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype to gather in: compute dtype `computes`; if None or the group `is_wide`, the parameters'."""
+        """Return the dtype to gather in: `computes`, or the parameters' own if that is None or the group `is_wide`."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:
@@ -192,7 +193,7 @@ class Group:
         return found
 
     def sum_waiting(self) -> None:
-        """Reduce-scatter the unsharded gradients that a ZeRO-1 step accumulated; add this rank's rows to `.grad`."""
+        """Reduce-scatter `self.sums`, the unsharded gradients of a ZeRO-1 step; add this rank's rows to `.grad`."""
         like = self.parameters[0].detach()
         found = self.shards.scatter(self.sums, self.shapes, like)
         self.sums = [None] * len(self.sums)

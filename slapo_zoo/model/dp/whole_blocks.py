@@ -28,11 +28,11 @@ BLOCK = "_slapo_block"  # of a module: its Block
 
 @dataclass(eq=False)
 class Saved(Kept):
-    """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it.
+    """Handle that autograd saves instead of a block's gathered parameter or a view of it; `again()` returns the tensor.
 
     Args:
         block: the block that the parameter belongs to.
-        place: (index of a group in `block.groups`, index of the parameter in the group).
+        place: (i, j): the parameter is number j of those in `block.groups[i]`, which one all-gather gathers.
         layout: (size, stride, storage offset) of the saved tensor.
     """
 
@@ -67,10 +67,10 @@ class Block:
     """Transformer block whose parameters, sharded over dp by ZeRO-3, are gathered when the block runs.
 
     Args:
-        blocks: all such blocks of this rank.
+        blocks: all such blocks of this rank; they gather the next one ahead, and release the one before.
         groups: the block's parameters; each group is gathered by one collective.
         places: where modules read parameters: (module, attribute, (index of group, index in group)).
-        position: index of the block among all blocks of the model.
+        position: index of the block among all blocks of the model, on all stages.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters, a list per group, for the backward; start to gather the preceding block's."""
+        """Return the gathered parameters, a list per group, for a backward; begin to gather the previous block's."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
@@ -165,8 +165,8 @@ class Blocks:
 
     Args:
         computes: dtype in which the model computes; None takes the dtype of its parameters.
-        keeps: stack of functions, one for each block that is running, innermost last. Each function maps a
-            gathered weight to the handle that autograd saves in place of the weight.
+        keeps: list of functions (gathered weight --> handle for autograd to save, which gathers it again); each block
+            appends one when it begins to run, and removes it at the end.
     """
 
     def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):
@@ -206,9 +206,8 @@ class Blocks:
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts for recomputing the block that runs now.
-
-        In the context the block's modules read gathered parameters. Without a running block the context is empty.
+        """Return a function that makes contexts for recomputing the block that runs during this call. In a context the
+        block's modules read gathered parameters. If no block runs, the contexts do nothing.
         """
         return self.running[-1].recomputing if self.running else nullcontext
 

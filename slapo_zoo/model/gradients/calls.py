@@ -38,9 +38,9 @@ class Calls:
         divided_parameters: True if an engine (FSDP2) trains parameters of its own, so that our gradient hooks on the
             model's parameters never run.
         named: (name, parameter) pairs of the trained leaf parameters; tensors of `functional_call` are left out.
-        known: (name, parameter) pairs of all leaf parameters that were noted in `of_models`.
-        outside: state of the forward (padding, sharded tokens) that was active before the running backward, to restore
-            afterwards; None if no backward runs.
+        known: the same of all leaf parameters, trained or frozen, as of the last `prepare`, to notice new ones.
+        outside: settings (padding, sharded tokens) that the running backward has replaced by those of its forward, to
+            restore afterwards; None if no backward runs.
         count: number of training calls in the user's own loop (without `train_step`).
     """
 
@@ -64,8 +64,8 @@ class Calls:
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> list[tuple[str, nn.Parameter]]:
-        """Register gradient hooks on parameters of the model that have none: at the load, and before each forward with
-        grad. `own_loop` is True if the user's own loop will run the backward, not `train_step`. Return all (name, parameter).
+        """Register gradient hooks on the model's parameters that lack them, at the load and before a forward; return
+        all (name, parameter) pairs. `own_loop` is True if the user's own loop, not `train_step`, will run the backward.
         """
         if torch._C._current_graph_task_id() < 0:  # none runs now: drop a failed one
             self.abandon()
@@ -101,8 +101,8 @@ class Calls:
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
         """Prepare a forward call of the model or a submodule in the user's own loop: register gradient hooks.
 
-        `batch` holds the arguments of the call; with `trains` (training mode) MeshError if hashes of `batch` differ
-        between tp or cp ranks. Trained parameters outside the model that make inputs (a soft prompt) are hooked too.
+        `batch` holds the call's arguments; parameters outside the model in its autograd graph (a soft prompt) are
+        hooked too. In training mode, if `trains`, raise MeshError if hashes of `batch` differ between tp or cp ranks.
         """
         if not torch.is_grad_enabled():
             return
@@ -116,7 +116,7 @@ class Calls:
                 self.reducer.hook("", p)
 
     def watch(self, output: Any) -> None:
-        """Hook the output of a forward call, so that the state of the call is restored when its backward begins."""
+        """Hook the `output` of a forward: its backward begins by restoring the forward's settings and dropout seeds."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state, reducer = self.runtime.schedule.state, self.reducer
@@ -130,10 +130,10 @@ class Calls:
             reducer.uses.note(output, summed)
 
     def _begin_backward(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
-        """Begin the backward of a forward call, and restore the call's state for recomputation.
+        """Begin the backward of a forward call: until `_end`, the model has the call's settings, for recomputation.
 
-        `forward` is that state (padding, sharded tokens); `position` is (step, first row, number of rows) of the call,
-        from which its dropout masks are drawn again.
+        `forward` are these settings (padding, sharded tokens); `position` is (step, first row, number of rows) of the
+        call, from which its dropout masks are drawn again.
         """
         if self.task != torch._C._current_graph_task_id():
             self.open()
@@ -143,7 +143,7 @@ class Calls:
         state.forward, state.random.again, state.random.cut = forward, position, forward.cut
 
     def open(self) -> None:
-        """Begin a backward: group parameters into buckets, each for one all-reduce over dp; `_end` waits for these."""
+        """Begin a backward: group parameters into buckets for all-reduces over dp; autograd calls `_end` at its end."""
         if self.guard.on_ranks and not runs_a_rank():  # a collective would wait for ever
             problem = "a term of the loss reads weights of virtual ranks outside their threads"
             hint = "return it from loss_fn of train_step, or use the optimizer's weight_decay"
@@ -166,7 +166,7 @@ class Calls:
             self.guard.complete(named, self.runtime.plan, averaged)
 
     def _restore_context(self) -> None:
-        """Restore the state of the forward (padding, sharded tokens) that was active before the backward."""
+        """Restore, after a backward, the settings (padding, sharded tokens) that it had replaced by its forward's."""
         state = self.runtime.schedule.state
         if self.outside is not None:
             state.forward, state.random.cut = self.outside

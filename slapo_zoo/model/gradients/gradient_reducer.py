@@ -35,9 +35,9 @@ class GradientReducer:
         at_once: True if each gradient is summed over tp as soon as it is computed; else `finish` sums after a step.
         paused: True while `no_sync` is active.
         tokens_sharded: True if the last call sharded its tokens over tp.
-        beyond: parameter outside the model from which inputs were computed (a soft prompt) --> its number, in order
-            of first use.
-        missed: True if, on a GPU, some parameter had no gradient on this rank in the last step.
+        beyond: parameter outside the model from which inputs were computed (a soft prompt) --> its number in order of
+            first use, by which all ranks order their all-reduces.
+        missed: True if some parameter had no gradient on this rank in the last step; always False on a CPU.
         asks_hosts: True if `missed` is True on some dp rank. In this step all dp ranks then exchange, over a CPU
             process group, which gradients are missing.
     """
@@ -96,7 +96,7 @@ class GradientReducer:
         return p
 
     def open(self) -> None:
-        """Begin a backward, also one within another: group parameters into buckets, each for one all-reduce over dp."""
+        """Begin a backward (see `close`): finish all-reduces of an outer one; group parameters into buckets for dp."""
         self._count_stored()
         for bucket in self.buckets:
             bucket.wait()
@@ -110,11 +110,11 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return the gradient that goes on to `.grad` of parameter `p`: `grad`, this rank's gradient, summed over those tp
-        ranks that the model's plan lists for the parameter's `name`.
+        """Return the gradient that goes on to `.grad` of parameter `p`: `grad`, this rank's gradient, summed over those
+        tp ranks that the model's plan lists for the parameter's `name`.
 
-        The gradient is averaged over dp here only if no bucket, engine or later backward does so. `is_leaf` is False if
-        `p` is a computed tensor that `functional_call` put in the parameter's place.
+        The gradient is averaged over dp here unless an engine, a bucket or `close` does so later, or `paused` is set.
+        `is_leaf` is False if `p` is a computed tensor that `functional_call` put in the parameter's place.
         """
         if not self.is_open:
             self.runtime.calls.open()
@@ -164,9 +164,9 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _count_stored(self) -> None:
-        """Record that autograd has added the gradient of the parameter whose hook ran last to its `.grad`, and start
-        the all-reduce of each bucket whose parameters all have their gradients now. If `torch.autograd.grad` returned
-        the gradient, and `.grad` is as before, do nothing.
+        """Look whether autograd has added the gradient of `self.latest`, the parameter whose hook ran last, to `.grad`;
+        called when the next hook runs or the backward ends. If so, start the all-reduce of each bucket that is complete
+        now. If `.grad` is as before, `torch.autograd.grad` has returned the gradient: do nothing.
         """
         if self.latest is None:
             return
@@ -252,7 +252,7 @@ class GradientReducer:
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients of `named` (name --> parameter) over tp, of tied ones over pp, unless hooks have done so."""
+        """Sum gradients of `named` (name --> parameter) over tp, tied ones over pp; not if hooks did so (`at_once`)."""
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():

@@ -51,9 +51,9 @@ class InputGradients:
             self._register([p for p in own if id(p) not in self.before])
 
     def add_from_loss(self, loss: Tensor, output: Any) -> None:
-        """Register the trained parameters outside the model (e.g. of a head) from which `loss` is computed, the user's
-        loss of the model's `output`, so that they get gradients. SlapoError if pp > 1 and such a parameter neither
-        makes a batch entry nor belongs to `loss_fn`, an nn.Module.
+        """Register the trained parameters outside the model (e.g. of a head) that the user's loss function read to
+        compute `loss` from `output`, so that they get gradients. With pp > 1 SlapoError, unless they belong to
+        `self.loss_fn`, an nn.Module, or the batch was computed from them.
         """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
@@ -68,8 +68,8 @@ class InputGradients:
         self._register(new)
 
     def held(self) -> list[Tensor]:
-        """Return the tensors outside the model that get gradients: detached batch entries (pp > 1) or the parameters that
-        batch entries are computed from, and the parameters that the loss uses.
+        """Return the tensors outside the model that get gradients: the parameters that the user's loss reads, and for
+        the batch its detached entries if pp > 1, else the parameters from which it was computed.
         """
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
@@ -107,7 +107,7 @@ class InputGradients:
 
 
 def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
-    """Return the trainable parameters that a batch depends on and that belong to no scheduled model (a soft prompt).
+    """Return all trainable parameters in a batch's autograd graph that belong to no scheduled model (a soft prompt).
 
     Args:
         mesh: mesh of all ranks, which compare the values of new parameters; unequal ones raise MeshError.
@@ -121,10 +121,9 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 
 
 def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
-    """Raise MeshError on all ranks if one of `parameters` that is not yet in `known` has other values on another rank.
-
-    `known` is {parameter: number, in order of first use}; the new parameters are added. SlapoError for a new one with
-    `exact=`, which lets one process run several virtual ranks, one thread each: all would add to the same `.grad`.
+    """Raise MeshError on all ranks if one of `parameters` that is new has other values on another rank (by a hash of
+    some values); else add it to `known`, {parameter: number, in order of first use}. SlapoError at once for a new one
+    with `exact=`, which lets one process run several virtual ranks, one thread each: all would add to the same `.grad`.
     """
     if new := [p for p in parameters if p not in known]:
         if runs_a_rank():
@@ -155,9 +154,8 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """Return `nodes` and all autograd nodes that a backward reaches from them, breadth first.
-
-    A node for which `goes_on(node)` is false is left out, and so is what only that node leads to.
+    """Return the autograd nodes `nodes` and all that a backward reaches from them, breadth first. The search stops
+    before a node with `goes_on(node)` False; by default it never does.
     """
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
@@ -170,10 +168,10 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 def _made_of(
     tensors: Iterable[Tensor], ends: Iterable[Any] = (), with_added: bool = False
 ) -> list[nn.Parameter]:
-    """Return the parameters, outside any scheduled model, from which `tensors` are computed.
+    """Return the parameters, of no scheduled model, from which `tensors` are computed, as their autograd graph says.
 
     With `with_added` also return parameters that the user added to a scheduled model after its load. The search
-    through the autograd graph does not look past the nodes `ends`.
+    stops before the autograd nodes `ends`.
     """
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)

@@ -157,7 +157,7 @@ class Unwrapped:
 
 
 class Structure(Unwrapped):
-    """Mixin with the methods of `nn.Module` and `transformers` that behave differently in a scheduled model."""
+    """Mixin of a scheduled model: methods that name, load, tie, draw and resize weights, as shards need them."""
 
     mesh: Any
     _slapo: Any

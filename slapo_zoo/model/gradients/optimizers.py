@@ -122,8 +122,8 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
-    """Raise SlapoError if one of `parameters`, those of an optimizer that may not work element by element, is of a
-    model loaded with `exact=`, which lets one process run several virtual ranks. `name` is the optimizer's class.
+    """Raise SlapoError if a model of one of `parameters` was loaded with `exact=`, so that this process runs several
+    virtual ranks: their optimizer, of class `name`, is not known to work element by element.
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
         problem = "the optimizer may not work element by element, and this process runs several ranks"  # fmt: skip
@@ -131,10 +131,10 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace this rank's shards in `p.data`, `p.grad` and `optimizer.state[p]` by the unsharded tensors, for one
-    optimizer step. All are gathered from the ranks that shard `p`; only for Muon, which does not read the values in
-    `p.data`, elements of other ranks are 0 there. `row` is the TensorPlan of `p`: how `p` is sharded, and over which
-    dim of `mesh`.
+    """Replace this rank's shards in `p.data`, `p.grad` and `optimizer.state[p]` by unsharded tensors, gathered from the
+    ranks that shard `p`, for one optimizer step; `_after` puts shards back. Muon does not read the values of `p.data`:
+    for it they are not gathered, and elements of other ranks are 0. `row`, the TensorPlan of `p`, says how `p` is
+    sharded, and over which dim of `mesh`.
     """
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:

@@ -18,14 +18,14 @@ from slapo_zoo.parallel.local_tensors import is_divided, part_of, rows_of
 
 
 class OnWhole:
-    """Wrapper of a user's gradient hook on a parameter; it calls the hook with the unsharded gradient."""
+    """Gradient hook that stands for a user's `hook` on `parameter`: gathers the gradient, then calls `hook` with it."""
 
     def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
         self.reducer, self.parameter = ref(reducer), ref(parameter)
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return this rank's shard of the hook's result; None in `train_step`, where `run_later` calls the hook."""
+        """Return this rank's shard of the hook's result for gathered `grad`; None in `train_step`: it runs later."""
         reducer = self.reducer()
         if reducer is None:  # the model was deleted, its parameter not
             return self.hook(grad)

@@ -48,15 +48,15 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 class StepGuard:
     """Check before an optimizer step that all ranks changed (clipped, unscaled) their gradients by the same factor.
 
-    After the backward a few elements of some gradients are copied. A check compares the gradients before the step with
-    these copies, and the factors between them over all ranks: one all-gather of 36 numbers, and one wait of the host.
+    After the backward a few elements of some gradients are copied. A check finds by which factor each gradient differs
+    from its copy, and compares these factors over all ranks: one all-gather of 36 numbers, and one wait of the host.
 
     Attributes:
         interval: steps from one check to the next, after the first 16 steps, all checked; 0 switches checks off.
-        divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
+        divides: True if ranks hold different parameters or shards (tp, pp, `dp_shard=`); else steps need no check.
         needed: True if checks are made; False where an engine clips and steps by itself.
-        on_ranks: with `exact=`, which lets one process run several virtual ranks, one thread each: function (optimizer,
-            args, kwargs of `step`) that checks gradients and steps each rank's parameters in its thread; else None.
+        on_ranks: None; or, with `exact=` (one process runs several virtual ranks, one thread each), function (optimizer,
+            args, kwargs) called at `optimizer.step(*args, **kwargs)`, which checks and steps in each thread.
     """
 
     def __init__(self, mesh: Mesh):
@@ -76,11 +76,12 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Copy a sample of gradients at the end of a backward, when their sums are complete; compare weights.
+        """Copy some gradient elements after a backward, for the check before the step; MeshError if weights differ:
+        norms of those replicated over tp, as `plan` says, between tp ranks; if the backward `averaged` gradients, all
+        between dp ranks.
 
-        `named` has trained parameters by name. MeshError if norms of those that are replicated over tp, as `plan` says,
-        differ between tp ranks, or, after a backward that `averaged` gradients, norms of any parameter between dp
-        ranks. `trained` is the number of ranks along pp and dp that train parameters, a scalar; None: all.
+        `named` has trained parameters by name. `trained`, a scalar, is the number of ranks along pp and dp that train
+        any; if some train none, the check before the step is left out. None: all do.
         """
         if not self.needed:
             return
@@ -99,8 +100,8 @@ class StepGuard:
     def _compare_replicas(
         self, named: Mapping[str, nn.Parameter], mesh_dim: str, alike: float
     ) -> None:
-        """Raise MeshError on all ranks along `mesh_dim` if replicas of a parameter differ: if, for some of those in
-        `named`, norms of the first elements differ between the ranks by more than `alike` times the largest norm.
+        """Raise MeshError on all ranks along `mesh_dim` if these have different values of a parameter in `named`. Of at
+        most 8 of them the norms of the first 64 elements are compared; `alike` is the relative difference allowed.
         """
         self.backwards[mesh_dim] += 1
         some = dict(list(named.items())[:: max(1, len(named) // PROBES)][:PROBES])
@@ -134,8 +135,8 @@ class StepGuard:
         return dict(zip(whole, found, strict=True))
 
     def before_step(self) -> None:
-        """Raise MeshError on all ranks if they scaled gradients by different factors since the last backward (found
-        from copies of some elements), if replicated gradients differ between tp ranks, or if a rank does not step.
+        """Compare gradients with their copies of the last backward. MeshError on all ranks if ranks scaled them
+        differently, if replicated ones differ between tp ranks, or if a rank goes on without this step.
         """
         if not self.fresh:
             return
@@ -160,8 +161,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows[rank]` is the rank's table [9][4] of `_factors`, in which columns 2 and 3 of rows 0 to 7 are compared:
-        sums of projections and of norms of gradients. `loosely` is the difference allowed, relative to the norm.
+        `rows[rank]` is that rank's result of `_factors`, [9][4], of which columns 2 and 3 of rows 0 to 7 are compared:
+        weighted sums and norms of gradients. `loosely` is the difference allowed between sums, relative to the norm.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -204,12 +205,12 @@ class StepGuard:
                 raise _unlike_outside(beside, self.mesh.named(mesh_dim))
 
     def _factors(self) -> Tensor:
-        """Return a tensor [9, 4] of the numbers of this rank that ranks compare before an optimizer step.
+        """Return this rank's tensor [9, 4] of what ranks compare before an optimizer step.
 
-        In rows 0 to 7, one for each gradient that was sampled after the backward, column 0 is the factor by which the
-        gradient was scaled since, and column 1 is 1 if this factor fits all sampled elements, else 0. Columns 2 and 3
-        are sums of projections and of norms (`_marks_of`) over some of the gradients that are replicated over tp. Row 8
-        is the relative rounding error allowed.
+        In row i < 8, columns 0 and 1 are of the i-th gradient that was sampled after the backward: the factor by which
+        it was scaled since, and 1 if this factor fits all sampled elements, else 0. Columns 2 and 3 are of the
+        gradients number i, i + 8, ... of those that are replicated over tp: a weighted sum of all their first 64
+        elements, and the sum of these elements' norms. All of row 8 is the relative rounding error allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):
@@ -228,11 +229,11 @@ class StepGuard:
         return found
 
     def _unlike(self, found: list[list[float | None]], alike: float) -> str:
-        """Return as text the factors that differ between ranks though they should be equal, or "" if none differs.
+        """Return, as text, factors by which ranks scaled their gradients differently since the backward; "" if equally.
 
-        `found` has for each rank the factors by which its sampled gradients were scaled, None if unknown; `alike` is
-        the relative difference allowed. Ranks of one stage sample the same parameters, so each factor is compared
-        between them. Stages are compared if one factor fits all gradients of a rank.
+        `found[rank][i]` is the factor of the rank's i-th sampled gradient, None if unknown; `alike` is the relative
+        difference allowed. Ranks of one stage sample the same parameters, so they are compared by each factor i; ranks
+        of different stages only if each of all ranks scaled all its gradients by one factor.
         """
         stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]

@@ -34,10 +34,10 @@ def newest() -> int:
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Hook the terms of a `train_step` loss that depend on weights alone (L2-SP): a hook multiplies the term's
-    gradient by `_factor`, so that the later sum of gradients over ranks counts the term once.
-    Raises MeshError for a term that needs an unsharded weight where the weight is sharded, and with pp > 1 for a
-    weight that only one stage has.
+    """Hook those terms of a `train_step` loss that are computed from weights alone, not from the model's output
+    (L2-SP). Each rank has their gradient in full, so a hook divides it by the number of ranks that sum it later. Raises
+    MeshError for a term, such as a norm, of a sharded weight that is no sum over elements, and with pp > 1 for a weight
+    that only one stage has.
 
     Args:
         runtime: state of the model, with its mesh, plan (sharding and gradient sums of each tensor) and hooks.
@@ -67,9 +67,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor for the gradient of a loss term in the weight `p` alone, which each rank computes in full, so
-    that the later sum over ranks counts it once: 1 / (number of tp ranks that sum gradients of `p`) * (ZeRO shards of
-    `p`). `row` is the TensorPlan of `p`, which lists these ranks, or None.
+    """Return the factor for the gradient of a loss term computed from the weight `p` alone, which each rank has in
+    full, so that later sums count it once: (ZeRO shards of `p`, as only ranks with the same shard add theirs) / (tp
+    ranks that sum gradients of `p`, as its TensorPlan `row` says; `row` is None if none do).
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -83,8 +83,8 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _of_weights_alone(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes of scalar terms of `loss` in parameters alone, e.g. `p.square().sum()`: each term's
-    last node, and those from there to the parameters. Nodes up to sequence number `began` are not searched.
+    """Return the autograd nodes that compute scalar terms of `loss` from parameters alone, e.g. `p.square().sum()`: all
+    nodes from the parameter to the scalar. Only nodes with a sequence number above `began` are searched.
     """
     alone: set[Any] = set()
     made = reached(
@@ -98,8 +98,8 @@ def _of_weights_alone(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return True for an autograd node of a mean, norm, ...: its results on the shards of a weight do not add up to its
-    result on the unsharded weight.
+    """Return True if the results of an autograd node (mean, norm, max, softmax, matmul, ..., by its name) on the shards
+    of a weight do not add up to its result on the unsharded weight.
     """
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
@@ -118,16 +118,16 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Record of the part of each parameter's gradient that comes through the model's output, for loops of the user's own
-    without `train_step`. The rest of the gradient is that of loss terms on weights (L2-SP).
+    """Recorder of the gradients that parameters get through the model's output in a user's own loop. Only these are
+    summed over tp: the rest comes from loss terms computed from weights alone (L2-SP), which each rank has in full.
     """
 
     def __init__(self) -> None:
         self.found: dict[int, list[Tensor]] = {}
 
     def note(self, output: Any, wanted: set[int]) -> None:
-        """Register hooks on the graph of `output` that record, in its backward, the gradients of the parameters whose
-        id() is in `wanted`: for each parameter a list with one gradient per use in the model.
+        """Register hooks on the autograd graph of the model's `output` which, in its backward, append to `found[id(p)]`
+        the gradient of each use in the model of a parameter p with id(p) in `wanted`.
         """
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
@@ -138,9 +138,8 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split the gradient `grad` of a parameter; return (part through the model's output, part of weight terms or None).
-
-        Each rank has the second part in full, so only the first part is summed over ranks.
+        """Split `grad`, this rank's gradient of a parameter, into (the recorded part, which came through the model's
+        output, the rest). The rest, from loss terms computed from weights alone, is None if there is none.
         """
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])

@@ -51,12 +51,13 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
 
 def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any, Any]:
     """Put a scheduled model into an engine (DeepSpeed, Megatron, torch's DDP or FSDP2); return (engine, optimizer).
-    The engine is a TargetEngine: its `update(batch)` runs an optimizer step. For a Schedule it is the module.
+    The engine is a TargetEngine: its `update(batch)` runs an optimizer step with the optimizer.
 
     Args:
-        sch: a model of AutoScheduledModel; or a Schedule, i.e. a module and the changes that shard it.
+        sch: a model of AutoScheduledModel. With target="torch" also a Schedule, i.e. a module and the changes that
+            shard it: then the module, in DDP or FSDP2 if chosen, is returned in place of an engine.
         target: "torch" (or None), "deepspeed" or "megatron".
-        **kwargs: options of the engine.
+        **kwargs: options of the engine: those of `torch_engine`, or of its counterpart; each takes `optimizer=`.
     """
     kind = kwargs.get("data_parallel")
     if hasattr(sch, "mesh") and sch.mesh.cp > 1 and (kind or target not in (None, "torch")):

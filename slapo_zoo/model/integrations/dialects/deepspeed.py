@@ -120,7 +120,9 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed config (dict or path of a JSON file), with our defaults for missing options."""
+    """Return a copy of a DeepSpeed config (dict or JSON file), with micro-batch size 1 if it gives no batch size, with
+    `zero_allow_untested_optimizer` and, for Adam on a CPU, with `torch_adam`, unless it has these options.
+    """
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:

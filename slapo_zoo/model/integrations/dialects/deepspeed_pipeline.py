@@ -123,7 +123,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """Module that holds a parameter of several stages, so that DeepSpeed sums the gradients of all these stages."""
+    """Layer that holds a stage's copy of a tied `weight`; DeepSpeed sums its gradients over the tied stages."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -149,9 +149,8 @@ class StageLayer(nn.Module):
         self.model, self.step = model, step
 
     def forward(self, received: Any) -> Any:
-        """Run the stage on tensors received; return the tensors to send, or on the last stage the loss * `loss_scale`.
-
-        `received` ends with the index of the micro-batch, since every stage has the inputs of all micro-batches.
+        """Run the stage on `received`, a tuple of the tensors from the stage before and, at its end, the index of the
+        micro-batch. Return such a tuple for the next stage; on the last stage the loss * `loss_scale`.
         """
         *crossing, number = received if isinstance(received, tuple) else (received,)
         step, cursor = self.step, self.model._slapo.pipeline.cursor
@@ -182,7 +181,7 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage on a micro-batch; return the output on the last stage; on others raise StageDone."""
+        """Run the stage's forward; return the last stage's output. Other stages raise StageDone for StageLayer."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(
@@ -218,9 +217,8 @@ class _ZeroPipeline(Zero):
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator of (input, label) pairs, one per each of `count` micro-batches, as DeepSpeed's pipeline reads.
-
-    Input and label are both the index of the micro-batch, by which stages find its tensors.
+    """Return an iterator of (input, label) pairs for DeepSpeed's pipeline, one per each of `count` micro-batches: both
+    are its index, int64 [1], by which `StageLayer` finds its tensors in `Step.parts`.
     """
     numbers = [torch.tensor([i]) for i in range(count)]
     return iter([((number,), number) for number in numbers])  # pyright: ignore[reportReturnType]
