@@ -96,7 +96,7 @@ class Selection(_Methods):
         return join(self.path, path) in self.schedule
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
-        """Yield ("prefix.path", Selection of that module) for the module at the path (no glob) and all below it."""
+        """Yield ("prefix.path", its Selection) for the module at `self.path`, if no glob, and each module below it."""
         for path in self.schedule.state.modules:
             if not self.path or path == self.path or path.startswith(self.path + "."):
                 yield join(prefix, path) if prefix else path, Selection(self.schedule, path)

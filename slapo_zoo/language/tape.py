@@ -218,7 +218,7 @@ class Tape(TorchDispatchMode):
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
     def note_output(self, output: Any) -> None:
-        """Append a Row that reads all tensors of `output`. Returns None: as `loss_of` of `run` it means no backward."""
+        """Append a Row that reads all tensors of `output`; return None: `run(loss_of=note_output)` has no backward."""
         self.note("output", reads=self._refs(output))
 
     def listen(self, group: Any, mesh_dim: str, path: str, directive: object) -> Any:
@@ -287,7 +287,7 @@ class Tape(TorchDispatchMode):
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """Return the sum of `self.losses` and of all elements of `output` that require grad; None if there are none."""
+        """Return the sum of `self.losses` and all elements of tensors in `output` that require grad; None if none."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]
@@ -372,6 +372,6 @@ class Tape(TorchDispatchMode):
             raise _Done
 
     def _summed(self, parameter: Tensor) -> None:
-        """Append a Row that `parameter.grad` was summed; autograd calls this hook after each addition to `.grad`."""
+        """Append a Row that reads `parameter.grad`, with op SUMMED; autograd calls this hook after each addition."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))

@@ -47,7 +47,7 @@ DIMS = {"dim", "dim0", "dim1"}
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """Path and name of a submodule's parameter, e.g. a Linear's bias, which stand for it where a pattern matches it.
+    """Reference to a submodule's parameter, e.g. a Linear's bias, as the value that an argument of a pattern matches.
 
     Args:
         target: path of the submodule, relative to the traced module.

@@ -46,7 +46,9 @@ class ModulePattern(nn.Module):
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """Return the proxy, in a pattern, of a call with `args` of any module whose path, or its end, matches `regex`."""
+    """Return, for a pattern function, the proxy of a call with `args` of any module whose path, or the end of it,
+    matches `regex`. Raise ScheduleError if none of `args` is a proxy, i.e. outside of a pattern.
+    """
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = "call_module was called outside of a pattern, or without its arguments"

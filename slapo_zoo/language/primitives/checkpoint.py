@@ -197,8 +197,8 @@ def restoring(
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Remember the random states and settings (`state.forward`) of the running forward. Return a function that makes a
-    context for a recomputation: both are in force until its exit, and contexts that it gets are entered inside.
+    """Remember the random states and settings (`state.forward`) of the running forward. Return a function (*contexts)
+    that makes a context for a recomputation: until its exit both are restored, and `contexts` are entered.
 
     Args:
         stream: random stream of dropout masks, or None; generators of `get_cuda_rng_tracker` are always remembered.

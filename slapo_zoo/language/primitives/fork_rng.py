@@ -153,7 +153,7 @@ class OwnDropout(TorchFunctionMode):
         site: the module whose forward runs, with its path.
         tokens: True if, in steps with sequence parallelism, inputs hold only the tokens of this rank.
         name: name hashed into seeds, by default the path; a name with the tp rank in it gives each rank other masks.
-        child: hook on a linear in the module; F.dropout right after it gets this rank's columns of its output. Or None.
+        child: hook on a column-parallel linear in the module, or None; the next F.dropout gets this rank's columns.
     """
 
     def __init__(

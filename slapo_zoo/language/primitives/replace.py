@@ -100,7 +100,7 @@ class Replace(Directive):
             arguments(self.new, found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """Return True if `self.subgraph`, a (path, node) or regex, has one match, whose arguments `new` then gets."""
+        """Return True if `self.subgraph`, a (path, node) or regex, has one match in `found`; `new` gets its inputs."""
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
 

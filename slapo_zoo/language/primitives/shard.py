@@ -247,7 +247,7 @@ class Shard(Directive):
         return torch.cat([own, end], -1)
 
     def _adjust(self, site: Site) -> None:
-        """Set the sharded axis's size attribute, e.g. `out_features`, and call `divided` of the class's ShardRule."""
+        """Set the sharded axis's size attribute (e.g. `out_features`) and call `divided`, by the class's ShardRule."""
         rule = next((SHARD_RULES[c.__name__] for c in type(site.module).__mro__
                      if c.__name__ in SHARD_RULES), None)  # fmt: skip
         placed, tensor = site.placed(self.param_name), site.tensor(self.param_name)

@@ -25,7 +25,7 @@ class ShardAttribute(Directive):
             config (Phi-3 slices by it), so directives that change the model's config come before.
         unit: what stays on one rank: 1 head if the attribute counts heads, head_dim columns if it counts columns.
         together: number of query heads per KV head: they stay on one rank where every rank can get a KV head.
-        replicate: True if ranks share a head when there are fewer than ranks; each then counts 1.
+        replicate: True if several ranks hold the same head when there are fewer heads than ranks; each counts 1 then.
         keep: for `num_key_value_groups` (query heads per KV head) the number of KV heads: with n ranks the attribute
             is sharded over n // keep ranks, so it shrinks only if there are more ranks than KV heads.
         mesh_dim: name of the mesh dim that the counted units are sharded over.

@@ -84,7 +84,9 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function of batch norm by `mean`, `var` [C], `count` of all ranks' pixels; the backward all-reduces."""
+    """Autograd function y = (x - mean) / sqrt(var + eps) * weight + bias of x [B, C, H, W], with `mean` and `var` [C]
+    over the `count` [1] pixels of all ranks of `group`, over which the backward all-reduces two sums [2, C].
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, var, count, eps, group):

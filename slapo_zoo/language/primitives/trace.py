@@ -21,7 +21,7 @@ class Traces(Directive):
     example_inputs: Any
 
     def trace(self, site: Site) -> dict[str, Any]:
-        """Return {path below the module of `site`, '' for itself: traced module}, without a change of the model."""
+        """Trace modules that a subclass selects; return {path below `site`'s module, '' for itself: traced module}."""
         raise NotImplementedError(f"{type(self).__name__} must define trace(site)")
 
     def local(self) -> str:

@@ -174,7 +174,7 @@ def refuse_adapters(model: Any, step: str) -> None:
 
 
 class _Save:
-    """Save of a checkpoint on one rank, by `describe` (this rank), `merge` (all ranks), perhaps `copy`, and `write`."""
+    """Save of a checkpoint on one rank, by calls in order: `describe`, `merge`, `copy` (for a thread), `write`."""
 
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]

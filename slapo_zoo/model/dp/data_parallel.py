@@ -88,8 +88,7 @@ class DataParallel:
         """Run forward and backward of all micro-batches; return the sum of their losses on the last stage, 0 on others.
 
         `step` is (run, tensors, others, count) as in `pipeline_step`, but with a `run` that returns losses *
-        `loss_scale`. The last backward averages gradients over dp if each rank runs one stage; else `sum_over_dp` does
-        so later.
+        `loss_scale`. The last backward averages gradients over dp if each rank runs one stage; else `sum_over_dp` does.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():

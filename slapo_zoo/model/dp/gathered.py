@@ -95,8 +95,7 @@ class Shards(RowsOfRank):
         """Reduce-scatter gradients over `group`, the ranks that hold one replica; return this rank's rows (slice of
         axis 0, without padding) of each sum or, with `average`, of the average over all dp ranks.
 
-        `grads` are unsharded, of `shapes`, or None; a result is None if no rank has the gradient. `like` has dtype,
-        device.
+        `grads` (of `shapes`, unsharded) may be None; a result is None if all ranks' are. `like` gives dtype and device.
         """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))

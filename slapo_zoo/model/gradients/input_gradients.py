@@ -6,7 +6,7 @@ averaged over dp. In `train_step` the same happens to the parameters of a head t
 that is no `nn.Parameter` (a perturbation of some rows) gets the gradient of this rank's rows only.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ class InputGradients:
             p.grad = grad if old is None else old.add_(grad)
 
 
-def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
+def trained_inputs(mesh: Mesh, batch: Any, known: MutableMapping) -> list[nn.Parameter]:
     """Return all trainable parameters in a batch's autograd graph that belong to no scheduled model (a soft prompt).
 
     Args:
@@ -120,7 +120,7 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
     return found
 
 
-def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
+def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: MutableMapping) -> None:
     """Raise MeshError on all ranks if one of `parameters` that is new has other values on another rank (by a hash of
     some values); else add it to `known`, {parameter: number, in order of first use}. SlapoError at once for a new one
     with `exact=`, which lets one process run several virtual ranks, one thread each: all would add to the same `.grad`.

@@ -157,7 +157,7 @@ class Unwrapped:
 
 
 class Structure(Unwrapped):
-    """Mixin of a scheduled model: methods that name, load, tie, draw and resize weights, as shards need them."""
+    """Mixin that adapts methods of a model (named_parameters, load_state_dict, tie_weights, ...) to sharded weights."""
 
     mesh: Any
     _slapo: Any

@@ -76,8 +76,8 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Copy some gradient elements after a backward, for the check before the step; MeshError if weights differ:
-        norms of those replicated over tp, as `plan` says, between tp ranks; if the backward `averaged` gradients, all
+        """Copy some gradient elements after a backward, for the check before the step. MeshError if norms of weights
+        differ: those replicated over tp, as `plan` says, between tp ranks; if the backward `averaged` gradients, all
         between dp ranks.
 
         `named` has trained parameters by name. `trained`, a scalar, is the number of ranks along pp and dp that train

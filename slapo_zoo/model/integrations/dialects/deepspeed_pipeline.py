@@ -181,7 +181,7 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the stage's forward; return the last stage's output. Other stages raise StageDone for StageLayer."""
+        """Run the stage's forward; return the last stage's output. Others end by StageDone, caught by StageLayer."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(
