@@ -35,8 +35,9 @@ class TokenCut:
 
     @classmethod
     def of(cls, mesh: Mesh, way: str = WAYS[0]) -> "TokenCut | None":
-        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1. `way` is how attention
-        reaches the tokens of other ranks: "gather", "ulysses" or "ring".
+        """Return the TokenCut of a mesh: how its cp ranks shard each row's tokens; None when cp is 1. `way`, how
+        attention gets other ranks' tokens, is "gather" (the default), "ulysses" or "ring"; other names are not refused
+        here.
         """
         return cls(*mesh.place("cp"), mesh.group("cp"), way) if mesh.size("cp") > 1 else None
 

@@ -21,8 +21,8 @@ class Operation(NamedTuple):
         args: positional arguments of the operator, with fake tensors.
         kwargs: keyword arguments of the operator, with fake tensors.
         out: result of the operator, with fake tensors.
-        facts: for an operator whose result decides shapes or branches of the forward: shapes and numbers in its result
-            on real data; None for other operators.
+        facts: `facts_of` (shapes and numbers) of its result on the user's batch, if fake tensors could not tell them;
+            another batch must give the same facts to reuse the dry run. Otherwise None.
     """
 
     func: Any
@@ -33,11 +33,11 @@ class Operation(NamedTuple):
 
 
 class DataReads:
-    """Values that a forward read from the data of its batch in a dry run, and the operators that compute them.
+    """Operators of a dry run that compute from a batch what the forward branches on, e.g. the longest row of a mask.
 
     Attributes:
         inputs: name of an input --> its fake tensor in the dry run.
-        operations: operators in the order in which the forward ran them.
+        operations: operators in the order in which they ran; the values that were read are the `facts` of some of them.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def copied(value: Tensor) -> Tensor:
 
 
 def facts_of(found: Any) -> list[Any]:
-    """Return a list of what Python reads from an operator's result `found`: each tensor's shape, and each number."""
+    """Return the operator result `found` flattened in pytree order, with the shape in place of each tensor."""
     return [tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(found)]
 
 

@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Name of a tensor that a block, embedding or head returns: index among their calls, index in the flat output."""
+    """Name of a tensor: item `leaf` of the flattened output of unit call number `call` in a recorded forward."""
 
     call: int
     leaf: int
@@ -40,7 +40,7 @@ class Shape:
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=grad)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Return zeros for a tensor that this stage lacks and never reads; they take memory only if `written`."""
+        """Return zeros for a tensor that this stage never reads: one element, expanded, unless later code writes it."""
         if self.written:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
@@ -48,15 +48,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit (a block, embedding or head, which pipeline stages never split) in a forward.
+    """One call of a unit (a block, embedding or head, which pipeline stages never split) in a dry run's forward.
 
     Args:
         unit: path of the unit.
         spec: pytree structure of its output.
-        leaves: leaves of its output, with a Shape for each tensor.
-        needs: outputs of earlier calls from which the arguments were computed, and for the last call also those that
-            the rest of the forward uses or returns (CLIP compares the outputs of two towers).
-        guessed: True if the unit branches on data, so that its output is assumed to have the shapes of its input.
+        leaves: its flattened output, with a Shape in place of each tensor.
+        needs: the Value of each earlier output from which the arguments were computed; for the last call also of those
+            that the rest of the forward uses or returns (CLIP's two towers).
+        guessed: True if the unit branches on hidden states, so that its output was assumed to be shaped like its input.
     """
 
     unit: str
@@ -70,7 +70,7 @@ class Call:
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:
-        """Raise ScheduleError if this call is `guessed` and a real output has other shapes than the dry run assumed."""
+        """Raise ScheduleError if the dry run `guessed` this call's output shapes, and the real `output` has others."""
         if not self.guessed:
             return
         leaves, spec = tree_flatten(output)
@@ -82,7 +82,7 @@ class Call:
             raise ScheduleError(self.unit, "pipeline", problem, hint)
 
     def with_written(self, leaf: int) -> "Call":
-        """Return a copy of this call whose output item `leaf` is marked as written in place by later code."""
+        """Return a copy in which item `leaf` of the flat output is marked `written` by later code: `keep` clones it."""
         leaves = list(self.leaves)
         leaves[leaf] = replace(leaves[leaf], written=True)
         return replace(self, leaves=tuple(leaves))

@@ -1,9 +1,9 @@
 """Dry run of a forward on fake tensors, which finds the tensors that pass between its blocks, embeddings and heads.
 
-If the forward branches on the data of its inputs, values that follow from the inputs alone (lengths, masks) are
-computed on real data beside the fake tensors, and the result holds for every batch in which the values that the forward
-read are the same. Inside a unit (block, embedding, head), a module that branches on other data (experts) is assumed to
-return a tensor like its input; stages check that assumption against real outputs.
+If the forward branches on values that follow from its inputs alone (lengths, masks), these are also computed on the
+user's batch; the result is reused for batches with equal values. A module inside a unit (block, embedding, head) that
+branches on hidden states (experts) is assumed to return a tensor like its input; a stage raises an error if it does
+not.
 
 Virtual ranks (threads) and later models with the same class, config, mesh sizes and changes to modules share a dry run.
 """
@@ -47,9 +47,8 @@ _turn = threading.Lock()
 
 
 def dry_run(model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]) -> Found:
-    """Return (calls of the modules `units` in a forward of a fake model, DataReads: data of `batch` that the forward read).
-
-    The calls hold for all batches of these shapes in which the forward reads the same values.
+    """Return the pair (list with a Call for each call of a module in `units` during a forward of the fake model,
+    DataReads: data of `batch` that this forward read). It holds for any batch with the same shapes and such data.
 
     Args:
         model: model with fake parameters, scheduled on a mesh without processes.
@@ -80,12 +79,11 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 class DataTape(Tape):
-    """Recorder of the operators that a forward runs on fake tensors, for a forward that branches on data.
-
-    Tensors that are computed from the inputs alone also have real data; those computed from parameters have none.
+    """Recorder of a fake forward that branches on data: tensors that follow from the batch alone have real data too.
 
     Args:
-        model: model with fake parameters; modules in its units that branch on fake data return a copy of their input.
+        model: model with fake parameters. A module in `units` that branches on a tensor without real data returns a
+            copy of its input instead; a real step checks the shapes that were assumed so.
         units: paths of the modules whose calls are recorded.
     """
 
@@ -127,7 +125,9 @@ class DataTape(Tape):
         return out
 
     def _on_real_data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return `func`'s result on real data; None if an argument has no real data or `func` draws random numbers."""
+        """Return `func`'s result on the real tensors, computed from the user's batch, that belong to its fake
+        arguments. None if an argument has none (it depends on parameters) or `func` draws random numbers.
+        """
         known = lambda x: self._known.get(x, None if isinstance(x, FakeTensor) else x)  # noqa: E731
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if RANDOM in func.tags or any(known(x) is None for x in tensors):

@@ -21,15 +21,11 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return {action of `rank`: earlier actions of `rank` whose results have arrived once that action has its input}.
+    """Return {action of `rank`: its earlier actions whose results must have arrived at the receiver when it starts}.
 
-    The peer that sends this input has used those results, in the same or an earlier action. So waiting for their
-    sends never blocks. An action is the forward or backward of one micro-batch on one stage.
-
-    Args:
-        ranks: actions of each rank, in order.
-        rank_of: maps a stage to its rank.
-        rank: the rank whose sends are tracked.
+    An action is the forward or backward of a micro-batch on a stage. `ranks` lists each rank's actions in order,
+    `rank_of` maps a stage to its rank. Once stage 0 has the gradient for its backward 0, stage 1 has used the output of
+    forward 0: waiting for that send never blocks.
     """
     place = {_whole(a): at for actions in ranks for at, a in enumerate(actions) if _moves(a)}
     sent: dict[int, list[tuple[int, Action]]] = defaultdict(list)
@@ -54,20 +50,16 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the action (forward or backward) of the same micro-batch `step` stages later; 0 is the same stage.
-
-    A backward of the inputs alone is returned as the backward of inputs and weights together.
+    """Return the action of the same micro-batch on stage `action.stage + step`: a forward, or for any kind of backward
+    the full BACKWARD. There may be no such stage.
     """
     kind = FORWARD if action.kind == FORWARD else BACKWARD
     return Action(action.stage + step, kind, action.micro_batch)
 
 
 class Sends:
-    """Sends of one rank in one pipeline step that may not have arrived yet.
-
-    Args:
-        arrived: result of `arrivals`: action of this rank --> earlier actions whose sends must have arrived once this
-            rank has received the action's input.
+    """Sends of one rank in one pipeline step that may not have arrived yet. `arrived`, made by `arrivals`, maps each
+    forward or backward of this rank to its earlier ones whose results must have arrived at the receiver before.
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):
@@ -76,13 +68,15 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start torch's P2POps `operations`, which send `action`'s results; `give_up()` frees these after arrival."""
+        """Start the P2POps that send `action`'s results; once they have arrived, `give_up()` is called to free them."""
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
 
     def release(self, action: Action) -> None:
-        """Finish the sends that must have arrived because `action` has received its input; free the sent tensors."""
+        """Wait for the earlier sends that must have arrived before `action`, a forward or backward of this rank, could
+        start; free the sent tensors.
+        """
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:
@@ -99,18 +93,17 @@ class Sends:
 
 
 class InFlightStage(PipelineStage):
-    """torch's PipelineStage, with buffers only for the micro-batches that are in flight.
-
-    Attributes:
-        sends: tracker of this rank's sends.
-        has_met: True after the first step, in which the ranks connect to each other.
+    """torch's PipelineStage (same arguments), with buffers only for the micro-batches that are in flight. `sends`
+    tracks this rank's sends; `has_met` is True after the first step, whose messages connect the ranks once.
     """
 
     sends: Sends
     has_met = False
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        """Return torch's vote, a tensor [1]: 1 if all stages up to this know their shapes; always 1 after step 1."""
+        """Run torch's set-up exchange with torch's arguments; return a tensor [1], 1 if this and all earlier stages
+        have fixed shapes. After the first step, return 1 without messages.
+        """
         vote = super()._warmup_forward_vote
         return torch.ones(1, device="cpu") if self.has_met else vote(*args, **kwargs)
 
@@ -199,7 +192,7 @@ class InFlightStage(PipelineStage):
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """Free the received tensors of micro-batch `chunk`, but keep shapes, and what autograd has saved of them."""
+        """Free the tensors received for micro-batch `chunk`; their shapes and memory that autograd saved stay."""
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)

@@ -119,9 +119,9 @@ class StageMap:
         return True
 
     def usual_micro_batches(self, rows: int) -> int:
-        """Return the number of micro-batches of `rows` rows if the user gave none: 1 without a pipeline; else the smallest
-        legal number from 2 * pp on, or else the largest. Legal are divisors of `rows` with which the pipeline's order
-        (1F1B, interleaved, ...) can run; if no number is legal, return `rows`.
+        """Return the number of micro-batches of `rows` rows if the user gave none: 1 without a pipeline, else a divisor
+        of `rows` with which the pipeline's order can run: the smallest that is >= 2 * pp, or without one the largest.
+        If the order can run with no divisor, return `rows`, which the step then refuses.
         """
         if self.pp == 1:
             return 1

@@ -46,8 +46,8 @@ class Pipeline:
         schedule: the model, its mesh and the recorded changes to its modules.
         cls: class of the model.
         units: paths of the modules that are never split between stages.
-        cursor: state of this rank's running forward: latest call of a unit, tensors received and to be sent.
-        places: placement and order of the stages.
+        cursor: follows the forward that runs: which module was called last, tensors received and to be sent.
+        places: which rank runs each stage, and the pipeline order (1F1B, ...).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Pipeline:
         return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
-        """Return (FakeTensorMode, Schedule that holds the fake model for dry runs), remade when the dtype changes."""
+        """Return (FakeTensorMode, Schedule of a fake model of all stages), cached until the weights' dtype changes."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
             key = program_of(self.schedule, self.cls, self.units, CHANGE_NO_SHAPE), dtype
@@ -153,10 +153,10 @@ class Pipeline:
 def fake_schedule(
     schedule: Schedule, cls: Any, leave_out: Collection[str] = CHANGE_NO_SHAPE, stream: Any = None
 ) -> tuple[Any, Schedule]:
-    """Return (FakeTensorMode, a Schedule whose model is complete, made of fake tensors, and changed as in `schedule`).
+    """Return (FakeTensorMode, new Schedule of a fake model with all stages' modules, changed as in `schedule`).
 
     Args:
-        schedule: this rank's model, its mesh and the recorded changes to its modules.
+        schedule: this rank's model, its mesh and the recorded changes to its modules; it is not modified.
         cls: class of the model.
         leave_out: names of the kinds of change, e.g. "checkpoint", that are left out, because they change no shape.
         stream: random stream, which makes dropout masks, for the fake model; None makes a new one.
@@ -285,8 +285,8 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """Return torch's stage object for the stage of `plan`, with fixed shapes. `run` maps (micro-batch, indices of its
-    rows) to its loss, `others` are arguments that are not split, `before_last(outputs)` runs before the last backward.
+    """Return torch's object for one stage. `plan` has its calls and tensor shapes, `run` maps (micro-batch, indices of
+    its rows) to its loss, `others` are unsplit arguments. `before_last(stage's outputs)` runs before its last backward.
     """
     from slapo_zoo.pipeline.stage import Stage
 
@@ -303,9 +303,9 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return the paths in `units` that are, contain or lie in one of `checkpointed`, the paths of recomputed modules.
+    """Return the paths in `units` of modules that are, contain or lie inside a recomputed one (`checkpointed`: paths).
 
-    A stage with such a module runs one backward, not one for inputs and one for weights: each would recompute.
+    A stage that runs one of them computes input and weight gradients in one backward: two would each recompute.
     """
     paths = [f"{path}." for path in checkpointed]
     return {unit for unit in units
@@ -313,7 +313,7 @@ def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[s
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
-    """Return empty meta tensors with the shapes and dtypes of the tensors that `stage` receives, for torch's stage."""
+    """Return the tensors that `stage` receives, in order, on meta: given these, torch exchanges no shapes in a step."""
     return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
 
 

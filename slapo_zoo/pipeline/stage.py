@@ -30,10 +30,10 @@ class Stage(InFlightStage):
 
     Args:
         args, kwargs: arguments of torch's PipelineStage.
-        units: paths of the stage's first and last module (block, embedding, head) as text, for errors.
+        units: the stage's first and last module (block, embedding, head) as one text, "h.0 .. h.5", for errors.
         spans: list to which a Span (begin and end) of each forward and backward is appended, or None.
         clock: function that returns the time in seconds.
-        busy: measures the bubble for the training log, or None.
+        busy: adds up this rank's computing time, from which the training log has the pipeline's bubble; or None.
         before_last: called with the stage's outputs (tensors) before the backward of the last micro-batch, or None.
     """
 
@@ -72,12 +72,11 @@ class Stage(InFlightStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run, as torch does, the part `backward_type` ("input", "weight" or "full") of a backward; return its result.
-        Where torch 2.13 computes a backward in two parts wrong, "input" runs all of it, and "weight" does nothing.
-
-        Torch groups weights whose gradients pass through common autograd nodes. A weight that is used in several places
-        of a stage (ALBERT's block, T5's position bias) is put into two groups, or into none if only an output of the
-        stage depends on it.
+        """Run the part `backward_type` ("input", "weight" or "full") of a micro-batch's backward with torch's
+        arguments, after `before_last` if it is the last; return torch's pair (gradients, weight groups for the part
+        "weight" or None). Where torch computes wrong gradients in parts (`used_in_several_places`), as it puts a weight
+        that is used twice into two groups or none, "input" runs the full backward, and "weight" does nothing and
+        returns ((), None).
         """
         run = super().backward_maybe_with_nosync
         if last_backward and self.before_last is not None:
@@ -134,15 +133,11 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Return whether torch would compute the stage's backward wrong in two parts: input gradients, then weight gradients.
+    """Return whether torch 2.13 computes wrong gradients when it splits the stage's backward (inputs, then weights).
 
-    True if several operations on the way from the stage's inputs to its outputs use one weight, or if an output that
-    depends on no input uses that weight, too. Also True if the user's loss has a parameter: torch gives it no gradient.
-
-    Args:
-        outputs: outputs of the stage.
-        inputs: received tensors of the stage.
-        weights: parameters of the stage.
+    True if several operations between the received tensors `inputs` and the stage's `outputs` use one of its `weights`
+    (as in ALBERT), or if an output that depends on no input uses it, too. Also True if the autograd graph has a
+    parameter that is not in `weights`, such as one of the user's loss: torch gives it no gradient.
     """
     weights = list(weights)
     roots = {x.grad_fn for x in outputs if x.grad_fn is not None}
@@ -175,8 +170,8 @@ def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
 
 
 def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
-    """Return `nodes` and the autograd nodes from which a backward reaches them; the search does not go past `ends`.
-    `above` maps a node to the nodes that consume its result in the forward.
+    """Return `nodes` and all autograd nodes whose results depend on them; `above` maps a node to the nodes that consume
+    its result in the forward. The search does not go past nodes in `ends`, which are included where it meets them.
     """
     seen, todo = set(nodes), list(nodes)
     while todo:

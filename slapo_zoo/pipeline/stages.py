@@ -130,7 +130,7 @@ class StagePlan:
 
     @staticmethod
     def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
-        """Return the plan of `stage` for all `calls`; a stage ends after each (block, index of its call) in `cuts`."""
+        """Return the plan of `stage` for all unit `calls`; each (unit, index of its call) in `cuts` ends a stage."""
         ends, seen, at, of_call = set(cuts), {}, 0, []
         for call in calls:
             of_call.append(at)
@@ -173,7 +173,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: tensors received, tensors to send, index of the latest call of a unit."""
+    """State of a stage's forward of one micro-batch: plan, tensors received and to be sent, index of the last call."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -191,20 +191,17 @@ class Cursor:
         self.plan, self.values = None, {}
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """Return clones of the tensors that the next stage needs; each is freed once it was sent.
-
-        A backward in two parts detaches these tensors in place, which torch refuses for views.
+        """Return clones of the tensors that the next stage needs; clones, because torch detaches the returned tensors
+        in place, which fails for a view of another tensor.
         """
         assert self.plan is not None  # noqa: S101 - called within begin and end
         crossing = (self.values[v] for v in self.plan.crossing(self.plan.stage + 1))
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the received output of the next call, a call of `unit`; None if this stage runs that call itself.
-
-        Args:
-            unit: path of the called module (a block, embedding or head).
-            held: True if this stage has the module's weights; without them a call on this stage raises ScheduleError.
+        """Return the output of the next call, a call of `unit`, if an earlier stage runs it (zeros for tensors that
+        were not sent); None if this stage does. Raise ScheduleError if this stage lacks the weights (`held` False), or
+        the call is unexpected.
         """
         if self.plan is None:
             problem = "the module is called outside the model's forward, and this rank has only some of the layers"
@@ -266,11 +263,11 @@ class Foreign(nn.Module):
         return _readable(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output without running hooks, which run once, on the stage that holds the module."""
+        """Return `forward`'s result, without the module's hooks: these run only on the stage that holds the module."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output that an earlier stage has sent for this call, or zeros that nothing on this stage uses."""
+        """Return the replaced module's output as received from an earlier stage, zeros for tensors not used here."""
         return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:
@@ -297,7 +294,9 @@ class ForeignParameter(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on shapes only; ignore `copy_` into the parameter. Raise ScheduleError for other real tensors."""
+        """Return `func`'s result as meta tensors, without data; a `copy_` into this parameter does nothing. Raise
+        ScheduleError if `func` also gets a tensor with data, other than a scalar.
+        """
         if func is Tensor.copy_ and isinstance(args[0], ForeignParameter):
             return args[0]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -312,8 +311,8 @@ class ForeignParameter(Tensor):
 
 
 def _readable(unit: str, name: str, found: Any) -> Any:
-    """Return `found`, attribute `name` of another stage's module `unit`, in a form that a forward may read: a module
-    that cannot be called, a parameter without data, or a plain value.
+    """Return `found`, attribute `name` of another stage's module `unit`, for reading: a module becomes a placeholder
+    that raises when called, a meta tensor a parameter that raises in computations; other values are returned unchanged.
     """
     if isinstance(found, nn.Module):
         return ForeignPart(f"{unit}.{name}", found, Cursor())
@@ -358,10 +357,10 @@ def keep_stages(
 
 
 def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
-    """Wrap the calls of `module`, the block, embedding or head at the path `unit`: `cursor` stores outputs to send.
+    """Wrap the calls of `module`, the block, embedding or head at the path `unit`: `cursor` keeps what later stages
+    need of the output, or returns the output that an earlier stage has sent if that runs the call (shared blocks).
 
-    The call is wrapped, not the forward: outputs are stored after the hooks of tensor parallelism have run (an
-    embedding is all-reduced by then), and replaced units run no hooks.
+    The call is wrapped, not the forward, as hooks of tensor parallelism run before (they all-reduce an embedding).
     """
     cls: Any = type(module)
     module.__dict__["_cursor"] = cursor  # replaced in a deep copy of the model

@@ -17,7 +17,9 @@ NAMES = {
 
 
 class Action(NamedTuple):
-    """Computation of a rank: `2F0` is stage 2, forward, micro-batch 0; B is backward (I of inputs, W of weights)."""
+    """What a rank computes at a time: (stage, kind, micro-batch), as text "2F0". The kinds are F (forward), B
+    (backward), and the two parts of a backward, I (gradients of inputs) and W (gradients of weights).
+    """
 
     stage: int
     kind: str
@@ -37,8 +39,8 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Interval in which a rank computes nothing; `kind` is "idle" until another rank has computed the input that
-    it waits for, then "communication".
+    """Interval (seconds) in which `rank` computes nothing. A wait is split in two: `kind` "idle" until another rank has
+    computed the result that is waited for, then "communication" until the result arrives.
     """
 
     rank: int

@@ -114,7 +114,7 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
 
 
 class _Config:
-    """Wrapper that makes a config hashable, as the key of a cache."""
+    """Hashable wrapper of a config (`.config`), equal to another if the configs' contents are: key of a cache."""
 
     def __init__(self, config: Any):
         self.config, self._key = config, config_key(config)
@@ -190,7 +190,7 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 def skip_repeated(
     tape: Tape, model: nn.Module, units: Sequence[str], repeat_rows: bool = True
 ) -> None:
-    """Make forwards run only two of the blocks that differ only in weights, until `tape` is closed.
+    """Make forwards run only the first two calls of equal blocks (equal up to weights), until `tape` is closed.
 
     rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape records the second block's operations once more
 
@@ -198,7 +198,7 @@ def skip_repeated(
         tape: tape that records the forward.
         model: model of fake tensors.
         units: paths of blocks, embeddings and heads; those without children always run.
-        repeat_rows: False records no operations of skipped calls, for a caller that follows tensors from call to call.
+        repeat_rows: False records of a skipped call only its output, not the second block's operations.
     """
     calls: dict[Any, Seen] = {}
     for unit in units:

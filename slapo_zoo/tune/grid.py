@@ -42,12 +42,9 @@ class Grid:
         return self.number.get(_key(point))
 
     def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
-        """Return the configurations as an array [points, columns] of numbers in 0..1.
+        """Return the configurations as an array [points, columns] of numbers in 0..1, `without` some symbols.
 
         A symbol whose values are numbers has one column, scaled; any other has a 0/1 column per value but the first.
-
-        Args:
-            without: symbols to leave out.
         """
         columns = []
         for j, name in enumerate(self.names):
@@ -61,8 +58,8 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a mask [points]: True for a configuration that surely takes as much memory as points[small] or more:
-        its batch size is not smaller, its share of recomputed blocks not larger, and all other symbols are equal.
+        """Return a mask [points], True for each configuration that surely takes at least the memory of number `small`:
+        its batch size is not smaller, its `ckpt_ratio` (share of recomputed blocks) not larger, all else is equal.
         """
         return self._against(small, 1)
 
@@ -83,9 +80,10 @@ class Grid:
     def corners(self, here: np.ndarray) -> list[int]:
         """Return the numbers of the few configurations to measure first, to learn which of all fit into memory.
 
-        In the first configuration all symbols that matter for memory (batch size, recomputation) have the value that
-        needs least. In each following one a single such symbol has the value that needs most. In the last one all have
-        their middle value. `here` [symbols] gives the other symbols their values, as indices among each one's values.
+        In the first one all symbols that matter for memory (batch size, recomputation) have the value that needs least,
+        in each following one a single such symbol the value that needs most, in the last one all such symbols their
+        middle value. The other symbols have the values of `here`: an array [symbols] of indices, each into its symbol's
+        values.
         """
         axes = [j for j, n in enumerate(self.names) if MEMORY.get(n) and len(self.values[n]) > 1]
         low, high = np.array(here), np.array(here)
@@ -101,10 +99,10 @@ class Grid:
         return [place[tuple(row.tolist())] for row in wanted if tuple(row.tolist()) in place]
 
     def memory_terms(self) -> np.ndarray:
-        """Return features [points, terms] whose weighted sum models the peak memory of every configuration.
+        """Return features [points, terms] whose weighted sum is fitted to the peak memory (in `strategies.fits`).
 
-        The terms are 1, the rows of a batch, and these rows times each column (see `coordinates`) of the other symbols,
-        since recomputation or a kernel saves memory per row. Without a symbol that counts rows: 1 and all columns.
+        The terms are 1, the rows of a batch relative to the most (the product of symbols such as `batch_size`), and
+        these rows times each column of `coordinates` of the other symbols; if none counts rows, 1 and all columns.
         """
         counts = [n for n in self.names if MEMORY.get(n, 0) > 0 and all(map(is_number, self.values[n]))]  # fmt: skip
         columns, one = self.coordinates(counts), np.ones((len(self.points), 1))
@@ -117,8 +115,8 @@ class Grid:
         return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
 
     def memory_parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows of a batch, share of activations that are not recomputed), two arrays [points] of values that
-        are scaled to 0..1 within the grid.
+        """Return two arrays [points]: (rows of a batch relative to the most in the grid, 1 - share of recomputed blocks
+        relative to the largest in the grid). They are 1 and 0 where the grid does not vary batch size or recomputation.
         """
         rows, kept = np.ones(len(self.points)), np.zeros(len(self.points))
         for name, direction in MEMORY.items():

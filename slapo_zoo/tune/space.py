@@ -80,7 +80,9 @@ MOST_POINTS = 200_000
 
 
 class Space:
-    """Tuning space: symbols (tunable variables) with candidate values. Each is fixed at a value in order of creation."""
+    """Tuning space: symbols (tunable variables) with candidate values. `points` yields the configurations: it fixes one
+    symbol after the other, in order of creation, so the candidates of a symbol may depend on earlier ones.
+    """
 
     def __init__(self) -> None:
         self.space: dict[str, Symbol] = {}
@@ -171,7 +173,7 @@ class Space:
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return the list of `Space.points(*arguments)`; raise SpaceError for none or over MOST_POINTS (200,000)."""
+        """Return the list of all configurations of `points(*arguments)`; SpaceError for none or more than 200,000."""
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)
@@ -185,7 +187,9 @@ class Space:
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
-        """Log all configurations and their number; `update_space_fn(training_script_args, space)` creates symbols."""
+        """Log every configuration, {symbol: value}, and their number. `update_space_fn(training_script_args, space)`,
+        called at the start and after each symbol (tunable variable) is fixed at a value, may add symbols.
+        """
         from slapo_zoo.parallel.rng.seeds import get_logger
 
         say, count = get_logger("slapo_zoo").info, 0
@@ -209,7 +213,7 @@ class Space:
             yield from branch._walk(arguments, update)
 
     def _settle(self) -> None:
-        """Evaluate the functions that give a symbol's candidates or condition, if all symbols they take are fixed."""
+        """Update from the fixed symbols the candidates of others and `_absent`: the symbols whose condition fails."""
         fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
         self._absent = {n for n, rule in self._conditions.items()
                         if _applies(rule, fixed, self._absent) and not _call(rule, fixed)}  # fmt: skip

@@ -23,7 +23,7 @@ LINEAR, QUADRATIC, CONSTANT, SMOOTH = 1.0, 0.25, 4.0, 0.25
 
 
 class Surrogate:
-    """Gaussian-process model of a value, such as log throughput: its mean and deviation at every point of a grid.
+    """Gaussian process fitted to values such as log throughput; `mean` and standard `deviation` are arrays [points].
 
     Args:
         coordinates: [points, axes] in 0..1, a row for each configuration of the grid.
@@ -75,12 +75,12 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 def fits(
     grid: Grid, ran: Sequence[int], peaks: Sequence[float], failed: Sequence[int]
 ) -> np.ndarray:
-    """Return, for each configuration of the grid, the probability that it fits into memory, squared out of caution: an
-    array [points]. All are 1 until a configuration has failed.
+    """Return an array [points]: per configuration of the grid, the squared probability that it fits into memory; the
+    square makes a search avoid risk. All are 1 until a configuration has failed.
 
-    If three or more configurations fit and all their peaks are known, a linear model of memory (`Grid.memory_terms`)
-    is fitted to the peaks; the limit lies between the highest peak and the lowest estimate of a failure. Otherwise the
-    probability is averaged over assumed laws of memory use that agree with the outcomes (`_by_laws`).
+    If three or more configurations fit and all their peaks are known, a linear model of memory (`Grid.memory_terms`) is
+    fitted to the peaks; the limit lies between the highest peak and the lowest estimate of a failure. Otherwise the
+    probability follows from formulas in rows and recomputation that agree with the outcomes (`_by_laws`).
 
     Args:
         grid: all configurations of the search.
@@ -103,8 +103,8 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """Return the probability [points] that each configuration fits, averaged over all memory laws
-    that agree with the numbers of configurations that fit (`ran`) and that did not (`failed`).
+    """Return the probability [points] that each configuration fits, averaged over all memory laws that agree with the
+    numbers of configurations that fit (`ran`) and did not (`failed`); 0.5 if no law agrees.
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept` is 0.1 to 10.
     """
@@ -179,9 +179,10 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the configuration to measure next, one of `left` (those not measured yet): `self.start`,
-        then a few that show memory use, then that of the largest expected gain in throughput. None if `left` is empty,
-        or after 17 measurements if that gain is below 0.05 %. `known` maps measured numbers to their outcomes.
+        """Return the number of the configuration to measure next, one of `left` (those not measured yet): first
+        `self.start`, then a few that show memory use, then that of the largest expected gain over the best throughput.
+        None if `left` is empty, or after 17 measurements if that gain is below 0.05 %. `known` has the measured
+        numbers' outcomes.
         """
         if not left:
             return None
@@ -220,10 +221,10 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return the number of a configuration in `left` (not measured yet) that shows how much memory a symbol takes.
-
-        The symbol is one that matters for memory and has a single value in all of `ran`, the configurations that fit;
-        other such symbols have their value of least memory, the rest those of `self.start`. None if `left` has none.
+        """Return the number of a configuration in `left` (not measured yet) that shows how much memory a symbol takes,
+        or None. The symbol is one of `grid.MEMORY` (batch size, recomputation) that has had a single value in all of
+        `ran` (numbers that fit); the others of these have the value of least memory, all further symbols that of
+        configuration `self.start`.
         """
         corners = self.grid.corners(self.grid.index[self.start])[:1]
         for j, name in enumerate(self.grid.names) if corners else ():
@@ -236,10 +237,9 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Return an array [points]: the expected gain in log throughput, averaged over prior guesses (the planner's
-        forecast, or five assumed gains from use of all memory), times the probability that a configuration fits it.
-
-        `ran` are the numbers of configurations that ran, `known` maps each measured number to its outcome.
+        """Return an array [points]: the expected gain in log throughput over the best so far, a mean over prior guesses
+        (the planner's forecast, or 2 to 30 % from use of all memory), weighted by the chance that a configuration fits
+        into memory. `ran` has the numbers of configurations that ran, `known` maps each measured number to its outcome.
         """
         values = np.log([known[i].throughput for i in ran])
         gain = np.zeros(len(self.grid.points))

@@ -92,7 +92,9 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Limit memory, compare the loss with `job.probe` (off: kind "wrong"), time the steps; return the outcome."""
+    """Time the steps of `job` on this rank. Return an Outcome: rows per second and peak bytes, or the kind "wrong" if
+    the loss of a small batch differs from `job.probe`. Raise an error if more than `job.memory` bytes are needed.
+    """
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:
@@ -161,8 +163,8 @@ def limit_memory(job: Job) -> None:
 
 
 def run(job: Job) -> Outcome:
-    """Measure a job on the ranks of its mesh; return rank 0's outcome, with the highest peak memory of all ranks. If
-    any rank lacks memory, the outcome is "out_of_memory"; other errors are raised.
+    """Measure a job in new processes, one per rank of its mesh (for one rank, in this one); return rank 0's outcome,
+    with the highest peak memory of all. If any rank lacks memory, its kind is "out_of_memory"; other errors are raised.
     """
     try:
         world = job.mesh.world_size

@@ -139,7 +139,9 @@ class Tuner:
         return self._measured(number, point, limits.steps)
 
     def _measured(self, number: int, point: Point, steps: int) -> Trial:
-        """Return the Trial of `point`, configuration `number`, over `steps` steps: measured now, or from the database."""
+        """Return the Trial of `point`, configuration `number`: the database's, if it has one over as many `steps`;
+        otherwise `point` is measured now and its outcome is stored.
+        """
         key = self.scope.key(point, steps)
         if key in self.database:
             return Trial(number, point, Outcome(**self.database[key]), was_known=True)

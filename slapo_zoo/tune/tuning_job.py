@@ -89,7 +89,9 @@ def check_changes(model: str, changes: Mapping[str, Any]) -> None:
 
 
 def default_symbols(model: str) -> dict[str, list[Any]]:
-    """Return {symbol: values} searched by default: batch sizes, and options that are tunable in the model's family."""
+    """Return {option: values} searched by default: batch sizes, and those of checkpoint_ratio, attention and kernels
+    that the family's table calls tunable. `model` is a family, a folder or a Hub id.
+    """
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
@@ -100,8 +102,8 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
-    """Return ([rows per second that the planner forecasts for each configuration of the grid, about 0 for an impossible
-    one], {number of a configuration that is impossible or takes too much memory: why}) for the model of `job`.
+    """Forecast every configuration of the grid; return a list and a dict, both by its number (index in `grid.points`):
+    rows per second (about 0 if it is impossible), and why it is refused, if it is impossible or takes too much memory.
     """
     hardware = HARDWARE["cpu" if job.device == "cpu" else "a100"]
     hardware = replace(hardware, memory=job.memory or hardware.memory)
@@ -131,9 +133,8 @@ def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
 
 
 class Workers:
-    """Callable (configuration, steps) --> Outcome that measures configurations in fresh processes.
-
-    It is "wrong" if the loss differs, beyond rounding, from that of `from_pretrained(kernels="reference")` on one rank.
+    """Callable ({option: value}, steps) --> Outcome that measures a configuration in fresh processes; "wrong" if its
+    loss differs, beyond rounding, from that of `from_pretrained(kernels="reference")` on one rank.
 
     Args:
         job: model, dtype, ... of all measurements; each one sets its own configuration, steps and expected loss.
@@ -165,8 +166,8 @@ class Workers:
 
 
 def scope_of(job: Job) -> Scope:
-    """Return the conditions of the measurements of `job`, e.g. the dtype in which it computes; the database reuses
-    outcomes with equal conditions.
+    """Return the Scope of `job` (device, model, software versions, tokens per row, dtype, memory limit): the database
+    reuses outcomes whose Scope is equal.
     """
     dtype = str(job.computes).removeprefix("torch.")
     more = {"seq_len": job.seq_len, "dtype": dtype, "memory": job.memory}

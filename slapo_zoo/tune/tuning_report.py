@@ -133,9 +133,8 @@ def _pyplot() -> Any:
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
     """Write the fastest configuration of a search, `point` (option --> value), into `tuning.json` in the folder of a
-    card, i.e. of a published schedule. That file has one entry per device and setting.
-
-    `scope` has the conditions of the measurement, `outcome` its result.
+    card, i.e. of a published schedule, over an earlier entry for the same device and setting (tokens per row, dtype,
+    memory limit). `scope` has device, setting and software of the measurement, `outcome` its result.
 
     Raises:
         CardError: the folder `card` is no complete card.

@@ -13,11 +13,13 @@ SMALLER = 'verify a smaller model, or without --full; a load of a card skips the
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     """Compare a sharded model with the plain one in a child process on the CPU; return the child's report: "verdict"
-    ("verified", "failed", "unmeasured"), "text" (the report in words) and, if it was measured, the fields of `Report`.
+    ("verified", "failed", or "unmeasured": the card fits no small model, and this one is large), "text" (the report in
+    words) and, if it was measured, the fields of `Report`.
 
     Args:
-        request: "config" (a dict) and "cls" (name of the class) of the model, "mesh" [tp, pp, dp], "program" (text of a
-            card's schedule.json; None: the built-in schedule), and optional keys that `child.answer` lists.
+        request: "config" (dict), "cls" (name of the class), "mesh" [tp, pp, dp], "program" (text of a card's
+            schedule.json; None: the built-in schedule); optional "quick", "layers", "folder", "knobs": see
+            `child.answer`.
 
     Raises:
         SlapoError: the child process raised one (it is raised again here), or ended without a report.

@@ -20,13 +20,13 @@ MOST = 1e30  # masks hold the lowest number of their dtype
 
 
 class Blame:
-    """Search for the first module of a scheduled model whose tensors on some rank differ from the plain model's.
+    """Search (`first`) for the first module of a scheduled model with a tensor unlike the plain model's on any rank.
 
     Args:
         found: result of each rank of the scheduled model; its `events` are the tensors recorded at the rank's modules.
         truth: {Event (module, its argument or output): Seen (tensor, gradient)} of the plain fp64 model on the batch.
         plain: the same of the plain model in fp32; the distance from `truth` is the rounding error.
-        partial: paths of modules whose output gradients may be partial sums on the tp ranks.
+        partial: paths of modules whose output gradients may be partial on the tp ranks: their sum then has to agree.
         experts: paths of modules whose experts are sharded over ranks; modules inside them are not compared.
     """
 
@@ -46,10 +46,10 @@ class Blame:
         self.largest_grad = max(grads, default=0.0)
 
     def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
-        """Return the first difference from the plain model, forward before backward; None if every module agrees.
+        """Return the first difference from the plain model (module, tensor, rank, suspects); None if modules agree.
 
-        `wrong_parameters` are names of parameters with wrong gradients. The gradient of such a parameter is the first
-        difference if all recorded tensors agree until the backward has passed the parameter's module.
+        Arguments and outputs are compared in forward order, then their gradients in backward order. The gradient of a
+        parameter in `wrong_parameters` (names) is the first difference if the backward agrees down to its module.
         """
         return self._forward() or self._backward(wrong_parameters)
 
@@ -176,7 +176,9 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Return module `paths`; those that contain a container of another one come last: "h" after "h.0" and "h.0.ln"."""
+    """Return module `paths` in the same order, except that paths above two nested others come last: of "h", "h.0" and
+    "h.0.ln" this is "h".
+    """
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
@@ -203,8 +205,8 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _rank_to_blame(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the index in `parts` (a tensor per tp rank) of the first None. Without a None, return that of the first
-    tensor whose distance from `want`, the plain model's, is >= 1e-3 of the largest distance; 0 if shapes differ.
+    """Return the index in `parts` (a tensor per tp rank) of the first None, else of the first whose largest absolute
+    error against the plain model's `want` is >= 1e-3 of that of all ranks. Return 0 if a shape is not that of `want`.
     """
     for i, part in enumerate(parts):
         if part is None:

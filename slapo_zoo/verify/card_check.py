@@ -57,8 +57,8 @@ def request_for(
     program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the JSON request with which another process verifies a card's schedule on a mesh of `sizes` (tp, pp, dp).
-    `child.answer` describes the keys. `quick` takes a small model; `knobs` are pipeline_order, stages_per_rank and cp.
+    """Return the request for `verify_apart` to verify `program`, a card's schedule, on a mesh of `sizes` (tp, pp, dp),
+    for a small model or (`quick` False) that of `config`; `knobs` are pipeline_order, stages_per_rank and cp.
     """
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
@@ -68,7 +68,7 @@ def request_for(
 
 @cache
 def _outcome_of(request: str) -> dict[str, Any]:
-    """Verify a card's schedule in a process of its own, as a JSON request says; return the report, cached by request."""
+    """Return `verify_apart`'s report on `request`, the JSON text of a `request_for`; an equal text is not run again."""
     return verify_apart(json.loads(request))
 
 

@@ -107,7 +107,7 @@ class Trial:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh on which the schedule is tried, with the coordinates of rank 0."""
+        """Return the mesh on which the schedule is tried, as rank 0 sees it; the sizes are the same on all ranks."""
         return Mesh(*self.sizes, cp=self.knobs.get("cp", 1))
 
     def outline(self) -> Outline:

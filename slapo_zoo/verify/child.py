@@ -38,14 +38,14 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Do the task of a JSON request; return its outcome as JSON data. The keys of the request choose the task:
 
-    - "sizes" (tp, pp, dp): derive a table of sharding rules; the outcome is the table, the mesh it was tried on, ...
-    - "cut" (number of tp ranks) and "way" (the loader's `cp_attention`): find out how a cp rank numbers its tokens; the
-      outcome is {"positions": a value of `Table.cut_tokens` such as "counted"}.
-    - neither: compare a sharded model with the plain one on "mesh" (tp, pp, dp); the outcome is the report.
-      Optional are "program" (text of a schedule.json), "knobs" and "folder" (arguments of `core.verify`),
-      "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
+    - "sizes" (tp, pp, dp): derive a table of sharding rules; the outcome has "table", "sizes", "share", ... of `Proof`.
+    - "cut" (number of tp ranks) and "way" (the loader's `cp_attention`): find out how token positions are made when cp
+      shards the tokens; the outcome is {"positions": a value of `Table.cut_tokens`, e.g. "counted" for 0, 1, 2, ...}.
+    - neither: compare a sharded model with the plain one on "mesh" (tp, pp, dp); the outcome is "verdict", "text" and
+      the fields of `Report`. Optional: "program" (text of a schedule.json), "knobs" and "folder" (arguments of
+      `core.verify`), "quick" (bool: a small model) and "layers" (bool: a few layers at a time).
 
-    Every request has "config" (a dict) and "cls" (name of the class), and "module" where `transformers` lacks the class.
+    Every request has "config" (a dict) and "cls" (name of the class), and "module" if `transformers` lacks the class.
     """
     import transformers
 
@@ -90,9 +90,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
-    """Return the family's sharding rules, completed by how a cp rank numbers its tokens, which runs of a tiny model
-    tell. Return None if cp is 1 or the rules say this already; the caller then takes them as they are. `arguments` are
-    keyword arguments of `core.verify`.
+    """Return the family's sharding rules with what they lack for cp > 1: how token positions are made, found by runs of
+    a tiny model. Return None if cp is 1 or they lack nothing: they are then used as they are. `arguments` are
+    `core.verify`'s.
     """
     if arguments.get("cp", 1) == 1:
         return None

@@ -30,8 +30,8 @@ CHECKS: dict[str, str] = {
 class Result:
     """Outputs, loss, gradients, and weights after an AdamW step, of one run of a model; unsharded, by HuggingFace name.
 
-    `uncached` are the outputs of a second forward, with use_cache=False as in a pipeline. `norm` is the 2-norm of all
-    gradients, `events` are tensors recorded at modules, `tied` maps the names of a tied parameter to the one used here.
+    `uncached` has the outputs without KV cache, to compare with a pipeline, which makes none. `norm` is the 2-norm of
+    all gradients, `events` are tensors recorded at modules, `tied` maps a tied parameter's names to its first.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class RankResult(Result):
 
     Args:
         coords: this rank's coordinates in tp, pp and dp.
-        digests: local parameter --> (hash of its bytes after the step, text that identifies its shard).
+        digests: local parameter --> (hash of its bytes after the step, text that is equal on ranks with equal shards).
         untied: names of parameters that should share memory and do not.
-        grad_digests: local parameter --> (hash of its gradient's bytes before clipping, text that identifies its shard).
+        grad_digests: the same of the parameter's gradient before clipping.
         collectives: kind such as "all_reduce" --> number of collectives over tp in the step.
-        twice: gradients accumulated over two backwards on the same batch.
+        twice: parameter --> its unsharded gradient, summed over two backwards on the same batch; rank 0 only.
     """
 
     coords: tuple[int, int, int] = (0, 0, 0)
@@ -146,7 +146,7 @@ class Comparison:
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
-        """Count one comparison that `check` made; `ratio` is its error divided by the allowed error."""
+        """Count one comparison by the check named `check`; `worst` keeps the largest `ratio`, error / allowed error."""
         self.counts[check] = self.counts.get(check, 0) + 1
         self.worst[check] = max(self.worst.get(check, 0.0), ratio)
 
@@ -155,9 +155,9 @@ class Tolerance:
     """Allowed error of an output, loss or gradient: 2 * largest error of plain runs + 8 fp32 eps * largest element.
 
     Args:
-        truth: the run of the plain model in fp64.
+        truth: the run of the plain model in fp64, from which errors are measured.
         plains: runs of the plain model in the dtype under test.
-        others: further such runs, made only when a value exceeds the tolerance that the first ones give.
+        others: iterator that makes further such runs, when a value exceeds the tolerance that the first ones give.
     """
 
     def __init__(self, truth: Result, plains: Sequence[Result], others: Iterable[Result] = ()):
@@ -174,12 +174,9 @@ class Tolerance:
         return max(_distance(what(plain), want) for plain in self.plains)
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the absolute error that each element of an output, loss or gradient of the scheduled model may have.
-
-        Args:
-            what: function that gets a run (a Result) and returns this output, loss or gradient of the run.
-            largest: largest absolute element of `what(run)` for the fp64 run; 8 fp32 eps of it are allowed.
-            scale: number that replaces `largest` where it is larger: for a gradient, the largest of all gradients.
+        """Return the absolute error that each element may have: 2 * `own_error(what)` + 8 fp32 eps * max(`largest`,
+        `scale`). `what(run)` is the compared output, loss or gradient of a run (a Result), `largest` its largest
+        absolute element in the fp64 run; `scale` is the largest of all gradients if a gradient is compared, else 0.
         """
         return 2 * self.own_error(what) + FLOOR * max(largest, scale)
 
@@ -187,7 +184,7 @@ class Tolerance:
         self, into: Comparison, check: str, name: str, found: Any, what: Callable[[Result], Any],
         scale: float = 0.0, rank: int | None = None,
     ) -> None:  # fmt: skip
-        """Compare an output, loss or gradient of the scheduled model with that of `truth`; record a too large error.
+        """Compare an output, loss or gradient with that of the plain run `self.truth`; record an error above `allowed`.
 
         Args:
             into: record to which the outcome is added.
@@ -195,7 +192,7 @@ class Tolerance:
             name: name of the output or parameter, for the record.
             found: the output, loss or gradient of the scheduled model.
             what: function that gets a run (a Result) and returns the same output, loss or gradient of the run.
-            scale: for a gradient, the largest absolute element of all gradients, as in `allowed`; else 0.
+            scale: 0, or for a gradient the largest absolute element of all gradients, by which more error is allowed.
             rank: rank on which `found` was computed, or None for all.
         """
         want = torch.as_tensor(what(self.truth)).double()
@@ -230,7 +227,9 @@ class FixedTolerance(Tolerance):
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the allowed error, relative * (`largest` + 0.01 * `scale`); `Tolerance.allowed` explains both."""
+        """Return `self.relative` * (`largest` + 0.01 * `scale`), of the plain run's largest absolute elements:
+        `largest` of the compared tensor, `scale` of all gradients, or 0 if it is no gradient. `what` is unused.
+        """
         return self.relative * (largest + 0.01 * scale)
 
 
@@ -248,8 +247,8 @@ def _distance(found: Any, want: Tensor) -> float:
 
 
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Compare outputs, loss, gradients and, after an optimizer step, gradient norm and weights with the plain model's.
-    `found` has the result of each rank, `near` the plain runs; the outcome is recorded in `into`.
+    """Compare outputs, loss and gradients of each rank's result, and after an optimizer step gradient norm and weights,
+    with the plain run `near.truth`; record in `into` what is missing or differs by more than `near` allows.
     """
     truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
     for rank, result in enumerate(found):
@@ -311,8 +310,9 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare the weights of `result` after AdamW with those of the plain runs in `near`; record differences in `into`.
-    Where the plain gradient is 0 up to rounding, an error of two learning rates is allowed, as AdamW scales noise up.
+    """Compare the weights of `result` after AdamW with the plain run `near.truth`; record in `into` an error over twice
+    that of other plain runs, or over two learning rates where the gradient is 0 up to rounding: AdamW scales this noise
+    up.
     """
     truth = near.truth
     largest = largest_of(truth.grads)
@@ -372,8 +372,8 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Compare loss and gradients of a step with dropout on all ranks (`found`) with those of a run on one rank.
-    `near` holds the one-rank runs, which give the tolerance; differences are recorded in `into`.
+    """Compare loss and gradients of a step with dropout on all ranks (`found`) with `near.truth`, a run on one rank
+    with the same dropout masks; record in `into` errors beyond the tolerance, which `near` has from other such runs.
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]

@@ -172,10 +172,9 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare by name tensors `found` on a rank with `want`, those of the model before the `with` block sharded it.
-
-    `check` is "outputs" or "gradients", `near` the tolerance, `into` the record of errors. A missing or additional
-    output is recorded as wrong, a missing or additional gradient is skipped.
+    """Compare tensors `found` on rank `rank` with the unsharded model's, `want`, by name; `check` is "outputs" or
+    "gradients". Record in `into` errors above the tolerance `near`, and missing or additional outputs (gradients are
+    then skipped).
     """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
@@ -209,7 +208,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
 
 @contextmanager
 def _as_trained(sch: Schedule) -> Iterator[None]:
-    """Context in which checkpointed modules recompute in eval mode too, and hooks sum partial gradients over tp."""
+    """Context in which eval mode, like training, recomputes checkpointed modules and sums partial gradients over tp."""
     built, is_own = sch.state.sums, sch.state.plan is None
     for handle in built:
         handle.remove()
@@ -303,7 +302,7 @@ def _is_mask(x: Tensor) -> bool:
 def _arguments(
     inputs: Any, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return copies of the example inputs as positional and keyword arguments.
+    """Return copies of the example inputs: a dict as keyword arguments, a list, tuple or one tensor as positional ones.
 
     `device` or `dtype` None leaves that of each input; only floating-point inputs get `dtype`.
     """

@@ -51,7 +51,7 @@ class Meter:
         self._read: set[int] = set()  # storages that the current chain has read
 
     def note(self, row: Row) -> None:
-        """Add one recorded operation or collective, `row`, to the totals."""
+        """Add `row`, one operator or collective of a recorded step, to this meter's totals (the fields of `Work`)."""
         if row.transfer is not None:
             sent = RING[row.transfer.kind] * row.transfer.bytes
             over_tp = row.transfer.mesh_dim == "tp"
@@ -85,7 +85,7 @@ class Meter:
             self._pending[ref.storage] = ref.nbytes
 
     def settle(self, storages: Iterable[int] | None = None) -> None:
-        """End fused element-wise chains whose outputs lie in `storages` (ids; None: all); count these as written."""
+        """End fused element-wise chains with outputs in `storages` (ids; None: all), and add these to the bytes moved."""
         for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)
@@ -93,13 +93,13 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """Forget the released storage with id `storage`; output of unfinished fused chains in it never counts as written."""
+        """Forget the freed storage with id `storage`; an output in it that only its fused chain read moves no bytes."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the totals so far as numbers: matrix products, bytes moved, operations, ..., for the method `between`.
-        Outputs of element-wise chains that are not complete count as written.
+        """Return the totals so far, of which `between` subtracts two: number of matrix products, then the fields of
+        `Work` from `moved` on. Element-wise chains are ended first, which adds their outputs to the bytes moved.
         """
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
@@ -148,10 +148,10 @@ class Moment(NamedTuple):
 
 
 class Footprint:
-    """Bytes of memory and FLOPs of every call of a unit (block, embedding, head) in one recorded forward and backward.
+    """Memory and work of every call of a unit (block, embedding, head) in one recorded step; `uses()` returns them.
 
     Args:
-        rows: the recorded operations, in order.
+        rows: the events of a `Tape` of the step: operators, collectives, begin and end of calls, freed memory.
         last: path of the unit that runs last; the work of the loss is added to that of this unit.
     """
 
@@ -210,8 +210,8 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Record the work of the attention call whose last operation is `row`, and the bytes that the call leaves
-        allocated besides q, k, v and the output.
+        """Add to `self.attention`, for the unit that runs, the Work since the attention began, and the bytes that it
+        leaves allocated besides q, k, v and its output. `row` is the event that ends the attention call.
         """
         begin, live = self._begun.pop()
         result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
@@ -220,8 +220,8 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Return, per call of a block, embedding or head, (bytes kept for the backward, the part of them allocated
-        before the call and after the previous one).
+        """Return, per call of a unit (block, embedding, head), (bytes kept for the backward that were allocated between
+        the end of the previous call and of this one, the part of them that was allocated before this call began).
         """
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():
@@ -258,7 +258,7 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Count a parameter's gradient, in the storage with id `storage`, in `gradients`, no longer in `live`."""
+        """Move the bytes of a parameter's gradient, the storage with id `storage`, once from `live` to `gradients`."""
         if storage in self.alive:
             self.live -= self.alive[storage].size
             self.gradients += self.alive[storage].size
@@ -294,8 +294,8 @@ def parameter_bytes(
     """Return the bytes of a model's parameters by unit (block, embedding or head; `units` are their paths).
 
     Returns:
-        {unit: (bytes of the parameters that no other unit has, bytes of the largest of these)}, and
-        [(bytes of a parameter, paths of the units that share it)] for parameters of several units.
+        {unit: (bytes of the parameters that no other unit has, bytes of the largest one)}, with those outside all units
+        in the first, and [(bytes of a parameter, paths of the units that share it)] for parameters of several units.
     """
     holders: dict[int, tuple[int, set[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -27,20 +27,20 @@ class Hardware:
         network: bytes per second of a device to another node, one way.
         latency_s: seconds of a collective that sends nothing.
         hop_s: seconds that each rank of a node adds to a collective.
-        node_hops: number of times that `hop_s` is added to a collective for each doubling of the number of nodes.
+        node_hops: n nodes add log2(n) * `node_hops` * `hop_s` seconds to a collective.
         per_node: devices of a node.
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
-        optimizer_copies: size of the optimizer step's temporary tensors, as a multiple of the largest parameter; with
-            `foreach` the step makes temporary tensors for all parameters instead.
-        scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a
-            block's output for one micro-batch.
+        optimizer_copies: temporary memory of the optimizer step, as a multiple of the largest parameter; not used with
+            `foreach`, which takes temporary memory for all parameters.
+        scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a block's
+            output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.
-        multiprocessors: number of multiprocessors, which compute tiles of a product in waves; 0: ignore tiles.
+        multiprocessors: number of multiprocessors; each computes one tile of a product at a time. 0: ignore tiles.
         peak: 16-bit operations per second of the data sheet; 0 where unknown.
         host: bytes per second between device and host memory, one way; 0 where both are the same memory.
         error: mean relative error of forecast step times against published runs; 0 if never compared.
-        fill: time to begin and end a tile of a matrix product, as elements added to the inner size of the product.
+        fill: to begin and end a tile takes as long as this number of additional elements along the summed axis.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Hardware:
                 raise SlapoError("plan", f"hardware: {name}", problem, hint)
 
     def flops(self, dtype: str) -> float:
-        """Return the operations per second of products in `dtype`, or if unknown in bfloat16, else the highest rate."""
+        """Return the operations per second of matrix products in `dtype`, else in "bfloat16", else the highest one."""
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:

@@ -58,8 +58,8 @@ class Layout:
 
     @classmethod
     def of(cls, options: BuildOptions, mesh: Mesh, rows: int, count: int | None) -> "Layout":
-        """Return the layout of a model that is loaded with `options` on `mesh`, in a step of `count` micro-batches of
-        `rows` rows; None: 2 * pp micro-batches, or 1 without a pipeline.
+        """Return the layout (the planner's configuration) with the options and mesh of a loaded model, `rows` rows per
+        micro-batch and `count` micro-batches per step and replica; `count` None takes 2 * pp, or 1 without a pipeline.
         """
         places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         known = {
@@ -133,13 +133,13 @@ def layouts(
 
     Args:
         tp: ranks that shard each layer.
-        gpus: number of devices.
+        gpus: number of devices: tp * pp * dp * cp.
         batch: rows of a step over all replicas.
         blocks: number of blocks of the model, which bounds the number of stages.
         orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
-        cp: ranks that shard the tokens of each row; with cp > 1 recomputed blocks keep nothing (checkpoint_policy "").
-        cp_attention: how attention gets the keys of other cp ranks: "gather", "ulysses" or "ring".
+        cp: ranks that shard the tokens of each row; with cp > 1 only layouts with checkpoint_policy="" are made.
+        cp_attention: how attention gets the keys of other cp ranks: "gather" (the default), "ulysses" or "ring".
     """
     whole = tp > 1 and not sequence_parallel
     policies = RECOMPUTE + LEAST * whole if cp == 1 else [one for one in RECOMPUTE if not one[1]]
@@ -174,15 +174,9 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a pipeline rank, the number of micro-batches between their forward and backward at the
-    moment when the rank has most of them.
-
-    Args:
-        order: name of the pipeline order.
-        pp: number of pipeline ranks.
-        virtual: stages per rank.
-        micro_batches: micro-batches of a step.
-        rank: pp coordinate of the rank.
+    """Return how many micro-batches each stage of a pipeline rank, in order, has run forward but not backward at the
+    moment when their sum is largest. `order` is a pipeline order, `virtual` the stages per rank, `rank` the pp
+    coordinate.
     """
     if pp == 1:
         return (1,)
@@ -199,7 +193,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Simulate `order`, `virtual` stages per rank; return per pp rank the most micro-batches in flight, by stage."""
+    """Return `in_flight` of every pipeline rank for any `order`, by going through its actions one by one."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -177,9 +177,9 @@ class Planner:
         self, gpus: int, batch: int, orders: Sequence[str] | None, tries: tuple[bool, bool],
         refused: list[tuple[str, str]],
     ) -> Iterator[Layout]:  # fmt: skip
-        """Yield every layout to forecast; add (tp size, reason) to `refused` for each mesh whose dry run fails.
-
-        `tries` is (whether sequence parallelism is tried, whether cp > 1 is tried).
+        """Yield every layout to forecast, for `batch` rows per step over all replicas; None for `orders` takes 1f1b and
+        interleaved_1f1b. `tries` says whether (sequence parallelism, cp > 1) are tried. For each mesh whose dry run
+        fails, add (its sizes as text, e.g. "tp=2 cp=2 gather", reason) to `refused`.
         """
         blocks = sum(name in self._blocks() for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
@@ -302,10 +302,10 @@ class Planner:
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
         """Return (recompute policies under `layout`; an int (mark) per call of a block, embedding or head, in order; a
-        dict in which the caller caches memory and time of stages).
+        dict in which the caller caches memory and time of stages by their marks).
 
-        Calls of equal cost in `profile` have equal marks, so stages with equal sequences of marks cost the same; the
-        sequence is the stage's key in the dict. The tuple is cached under `what`, the fields of `layout` that it needs.
+        Calls with equal marks have equal costs. The result is cached under `what`, the fields of `layout` that matter
+        here.
         """
         if what in self._stages:
             return self._stages[what]

@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 
 from slapo_zoo.tune.planner.layout import Layout, in_flight, places_of
 from slapo_zoo.tune.planner.profile import Recompute
+from slapo_zoo.tune.planner.search_result import Forecasted
 
 TRIES, MOST = 4, 400
 CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
-    """Mixture: a recompute policy for each block looked at so far, with the time and memory that these choices take.
+    """Choice whether each block keeps, recomputes or offloads its activations, and the memory and time that this takes.
 
     Args:
         bytes: activations kept on the device.
         seconds: extra time per micro-batch.
-        choices: linked list ((block, policy), choices of the blocks before); for a single block its policy alone.
+        choices: linked list ((block, policy), list of the blocks before), None at its end; in an option of a single
+            block, as `_front` gets them, the policy ("keep", "recompute", ...) alone.
     """
 
     bytes: float
@@ -85,11 +87,11 @@ def _both(a: Mixture, b: Mixture) -> Mixture:
 
 
 def _front(options: dict[str, list[Mixture]], offloads: bool) -> list[Mixture]:
-    """Return the mixtures (one policy per block) that no other one beats in both bytes and seconds, fewest bytes first.
+    """Return the mixtures of one option per block that no other beats in both bytes and seconds, fewest bytes first.
 
     Args:
-        options: block --> a `Mixture` for each policy that the block may have.
-        offloads: whether offloading is allowed; it needs two blocks of buffer on the device.
+        options: block --> a `Mixture` of this block alone for each policy that the block may have.
+        offloads: whether "offload" is allowed; all mixtures then also have the bytes of a buffer of two blocks.
     """
     moving = 2 * max((each[0].bytes for each in options.values()), default=0.0)
     front = [Mixture(moving * offloads, 0.0)]
@@ -114,8 +116,8 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Add the policies in `best`, the mixture chosen for one rank, to the dict `found` (block --> policy); None adds
-    nothing. A block that runs on several ranks gets the one of its policies that keeps least on the device.
+    """Add the policies of `best`, the mixture chosen for one pipeline rank (None adds none), to `found`, block -->
+    policy. A shared block, called on several ranks, gets that of its policies that keeps least (is last in CHOICES).
     """
     chain = best.choices if best else None
     while chain is not None:
@@ -123,11 +125,12 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
         found[name] = max(found.get(name, policy), policy, key=CHOICES.index)
 
 
-def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """Return the forecast (a `Forecasted`) of `layout` with the fastest choice of a policy per block that fits memory.
-
-    `planner` is the `Planner` of the model, `limit` the bytes of memory per rank. The result is None if nothing fits,
-    if one policy for all blocks is best, or if the step takes `seconds` or longer.
+def mixed(
+    planner: Any, layout: Layout, limit: float, seconds: float = float("inf")
+) -> Forecasted | None:
+    """Return the forecast of `layout` with a policy ("keep", "recompute", "offload", ...) of its own for each block,
+    the fastest choice that fits into `limit` bytes per rank; `planner` is a `Planner`. Return None if nothing fits, all
+    blocks get one policy (such layouts are forecast by the wide search), or the step takes `seconds` or longer.
     """
     ranks = planner.ranks(layout)
     room = [limit - rank.total + rank.activations for rank in ranks]

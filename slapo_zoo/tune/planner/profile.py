@@ -64,21 +64,18 @@ class Work(NamedTuple):
 class Use(NamedTuple):
     """Cost of one call of a unit (a block, an embedding, a head) on one tp rank, for one micro-batch.
 
-    Peaks are bytes above what was alive when the forward of the unit began (in the backward, also above
-    the gradients of parameters).
-
     Args:
-        forward: matrix products, bytes moved and kernel launches of the forward.
-        backward: those of the backward.
+        forward: work of the forward: matrix products, bytes moved, kernel launches, bytes sent.
+        backward: work of the backward.
         attention: the part of the forward that is softmax(q k') v.
         kept: bytes that the forward keeps for the backward.
         attention_kept: the part of `kept` between q, k, v and the output of attention.
         gathered: bytes that the forward gathered over tp for sequence parallelism.
         matmuls: bytes of the outputs of matrix products and fused attention.
-        output: bytes that the unit returns and no unit before returned.
-        forward_peak: peak bytes in the forward.
-        backward_peak: peak bytes in the backward.
-        backward_growth: peak bytes in the backward, gradients of the unit's own parameters included.
+        output: bytes of the tensors that the unit returns, without those that an earlier unit returned too.
+        forward_peak: most bytes in use in the forward, above what was in use when it began.
+        backward_peak: most activation bytes in use in the backward, above the same level.
+        backward_growth: most bytes in use in the backward, above the same level, with gradients of its own parameters.
         received: bytes that a stage that begins with this unit receives from the stage before.
         before: the part of `kept` that was made after the previous unit and before this one.
     """
@@ -168,12 +165,11 @@ class Recompute:
 
     Args:
         blocks: names of the blocks that are recomputed with `policy`.
-        policy: what those blocks keep: "" nothing, "save_matmuls" outputs of matrix products, "attention"
-            all but what lies between q, k, v and the output of attention, "offload" everything in host
-            memory, "sharded" nothing but a tp shard of their input.
-        regathered: share of the tokens gathered for sequence parallelism that the backward gathers again, instead of
-            the forward keeping them.
-        each: unit --> its own policy, which has precedence over `policy`; also "keep" or "recompute".
+        policy: what those blocks keep: "" nothing, "save_matmuls" outputs of matrix products, "attention" all but what
+            lies between q, k, v and the output of attention, "offload" everything in host memory, "sharded" only a tp
+            shard of their input.
+        regathered: share (0 to 1) of `Use.gathered` that the backward gathers again and the forward need not keep.
+        each: unit --> its own policy instead of `policy`: "keep" (all), "recompute" (as ""), or one of those above.
         shares: number of tp ranks over which "sharded" divides a block's input.
     """
 
@@ -184,7 +180,9 @@ class Recompute:
     shares: int = 1
 
     def of(self, name: str) -> str:
-        """Return the policy of module `name`: "keep", "recompute", "save_matmuls", "attention", "offload" or "sharded"."""
+        """Return the policy of module `name`: "keep", "recompute", "save_matmuls", "attention", "offload" or "sharded".
+        The class says what each keeps; "keep" is all, "recompute" nothing.
+        """
         found = self.policy if name in self.blocks else "keep"
         return self.each.get(name, found) or "recompute"
 
@@ -199,10 +197,9 @@ class Recompute:
         return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Return for each unit the bytes of its saved input that lie on the other tp ranks.
-
-        Only the checkpointing policy "sharded" splits saved inputs over tp; other units have 0.
-        `units` are the calls of units (blocks, embeddings, heads) in a stage, `uses` their costs.
+        """Return for each unit (block, embedding, head) the bytes of its saved input that this rank does not keep,
+        because under the policy "sharded" other tp ranks do; 0 under other policies. `uses` are the costs of `units`,
+        in order.
         """
         outputs = (u.output for n, u in zip(units, uses, strict=True) if n.is_block)
         hidden = min(outputs, default=0.0)

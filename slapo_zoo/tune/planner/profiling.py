@@ -90,8 +90,8 @@ class Family:
         return model, block_paths(Schedule(model, Mesh()), self.table)
 
     def _small(self) -> Any:
-        """Return the config of a model with three blocks per stack. The result is None if the blocks of a stack differ
-        or share weights, if no stack has more than four, or if no config field holds their number.
+        """Return the config of a copy of the model with three blocks per stack (list of blocks). Return None if no
+        stack has over four, if a stack's blocks differ or run several times, or if no config field sets their number.
         """
         kinds = _stacks(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
@@ -146,7 +146,9 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the full model's costs from `units`, those of a copy with three blocks per stack if one was run."""
+        """Return the units of the full model. `units` are those of the model of the dry run: if that has fewer blocks,
+        its units are repeated as in `repeat`, else they are returned.
+        """
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -154,8 +156,8 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return (path, value) pairs for the full model from `calls`, those of a copy with three blocks per stack:
-        all blocks but the first and the last get the middle block's value. Without a copy, return `calls`.
+        """Return (path, value) pairs for the full model. `calls` has those of the model of the dry run: if that has
+        three blocks per list of blocks (`is_small`), its middle block's value is repeated; else `calls` is returned.
         """
         found, kinds = [], _stacks(self.blocks) if self.is_small else {}
         for name, value in calls:
@@ -217,7 +219,7 @@ class _Masks(RandomStream):
 
     Args:
         on_cpu: whether the model would run on a CPU.
-        in_bytes: whether masks take a byte per element, and cover only the elements of this rank.
+        in_bytes: True: a byte per mask element, for this rank's part alone; False: the tensor's dtype, often all parts.
     """
 
     def __init__(self, on_cpu: bool, in_bytes: bool = False):
@@ -319,10 +321,9 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return the (path, cost) pairs `calls` of a dry run, changed for a rank that saves only its part of the tokens.
-
-    Under sequence parallelism the bytes saved before the first block are divided by `tp`, and so are those that the
-    first block saves beyond what the second saves. `blocks` are the paths of the blocks.
+    """Return the (path, cost) pairs `calls` of a dry run with fewer bytes kept for the backward, as a rank keeps 1/`tp`
+    of the tokens: divided are the bytes of calls before the first of `blocks` (paths), and what the first block keeps
+    beyond the second (such as masks). Return `calls` unchanged if no second block follows.
     """
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:

@@ -11,19 +11,21 @@ from typing import Any
 
 from slapo_zoo.pipeline.orders import ORDERS
 from slapo_zoo.tune.planner.layout import CLOSED, Layout, divisors, orders_for
+from slapo_zoo.tune.planner.search_result import Forecasted
 
 STARTS = 12  # layouts of the wide search to start from, each with another mesh and micro-batch
 GRAIN = 32  # number of shares of recomputation that are tried
 MOST_FORWARDS = 2048  # most forwards in an order that is simulated action by action
 GAIN = 1e-4  # share of a step that a change must save
 
-Forecast = Callable[[Layout], Any]
+Forecast = Callable[[Layout], Forecasted]
 Fits = Callable[[Layout], bool]
 
 
 def refine(
-    forecast: Forecast, fits: Fits, found: Sequence[Any], blocks: int, orders: Sequence[str] | None
-) -> list[Any]:
+    forecast: Forecast, fits: Fits, found: Sequence[Forecasted], blocks: int,
+    orders: Sequence[str] | None,
+) -> list[Forecasted]:  # fmt: skip
     """Return forecasts of faster layouts, reached from the fastest ones in `found` by changing one option at a time.
 
     Args:
@@ -56,8 +58,10 @@ class Climb:
     blocks: int
     orders: Sequence[str]
 
-    def from_here(self, best: Any) -> Any:
-        """Change forecast `best`'s layout one argument at a time while steps get faster; return the last forecast."""
+    def from_here(self, best: Forecasted) -> Forecasted:
+        """Change one option of `best`'s layout at a time (ZeRO, pipeline order, recomputation), over and over while the
+        step gets faster; return the forecast of the fastest layout.
+        """
         while True:
             before = best.step.seconds
             for layout in (*self._sharded(best.layout), *self._ordered(best.layout)):
@@ -66,7 +70,7 @@ class Climb:
                 return best
 
     def _sharded(self, layout: Layout) -> Iterator[Layout]:
-        """Yield variants of `layout`: without ZeRO, then with each ZeRO stage over each possible number of dp ranks."""
+        """Yield `layout` without ZeRO, then with ZeRO-1, 2 and 3 over each divisor of dp * cp that is larger than 1."""
         yield replace(layout, dp_shard=1, zero_stage=3)
         for shards in divisors(layout.replicas)[1:]:
             for stage in (1, 2, 3):
@@ -79,8 +83,10 @@ class Climb:
             if layout.pp > 1 and (order in CLOSED or count * layout.pp * virtual <= MOST_FORWARDS):
                 yield replace(layout, pipeline_order=order, stages_per_rank=virtual)
 
-    def _least_recomputed(self, layout: Layout, best: Any) -> Any:
-        """Return the faster forecast: `best`, or that of `layout` with the least recomputation that fits in memory."""
+    def _least_recomputed(self, layout: Layout, best: Forecasted) -> Forecasted:
+        """Return the faster of `best` and the forecasts of `layout` with the lowest checkpoint_ratio that fits into
+        memory, under checkpoint_policy "" and, if cp is 1, "save_matmuls".
+        """
         steps = min(self.blocks, GRAIN)
         for policy in ("", "save_matmuls")[: 1 + (layout.cp == 1)]:
             each = [

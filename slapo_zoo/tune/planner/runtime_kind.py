@@ -14,16 +14,16 @@ class Runtime:
 
     Args:
         fused: True if a chain of element-wise operations is one kernel.
-        host: operations that the host runs (views, autograd, Python) per launched kernel; used if `fused` is True.
+        host: factor of the host's time to launch a kernel, for views, autograd and Python; 1 unless `fused`.
         scores: True if attention with dropout writes its scores to memory.
-        parts: True if, under sequence parallelism, a rank saves only its own tokens and gathers the others again in
-            the backward; a dropout mask then takes one byte per element.
+        parts: True if, under sequence parallelism, a rank keeps only its own tokens for the backward, which gathers all
+            again; a dropout mask then takes one byte per element.
         accumulates: True if the matrix product of a weight gradient also adds the sum of earlier micro-batches.
         scatters: True if every tp rank sends only 1/tp of a stage's output to the next stage.
         fused_optimizer: True if the optimizer step makes no temporary tensors.
         overlapped: True if the all-reduce over dp overlaps with the backward of the last micro-batch.
-        even: True if all stages have the same number of blocks, whatever the embedding and the head cost.
-        casts: True if 16-bit copies of master weights exist only while forwards and backwards run.
+        even: True if all stages get the same number of blocks; False if they get about the same work.
+        casts: True if 16-bit copies of float32 master weights are freed before the optimizer step.
     """
 
     fused: bool = False

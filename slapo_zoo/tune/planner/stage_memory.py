@@ -20,22 +20,20 @@ PREFETCHED = 2  # blocks whose weights are gathered at the same time under ZeRO-
 class StageMemory:
     """Memory of one pipeline stage for one micro-batch.
 
-    `parameters`, `largest`, `widest`, `around`, `first` and `last` count elements, the others bytes.
-
     Args:
-        parameters: all parameters of the stage, for weights, gradients and optimizer states.
-        largest: the largest parameter.
-        widest: all parameters of the largest block, which ZeRO-3 gathers at once.
-        held: activations that a micro-batch keeps from its forward to its backward.
-        peak: most bytes alive above `held` in a backward of a micro-batch after the first, when all gradients exist.
+        parameters: elements of all parameters of the stage, for weights, gradients and optimizer states.
+        largest: elements of the largest parameter.
+        widest: elements of all parameters of the largest block, which ZeRO-3 gathers at once.
+        held: bytes of activations that a micro-batch keeps from its forward to its backward.
+        peak: most bytes in use above `held` in a backward of a micro-batch after the first, when all gradients exist.
         growing: most bytes of activations and gradients together in the backward of the first micro-batch.
-        received: tensors received from the previous stage.
-        sent: tensors sent to the next stage.
-        around: parameters outside the blocks.
-        inner: most bytes alive above `held` while the backward of a block runs (`peak` includes embedding and head).
-        first: parameters of the largest module before the blocks, tied parameters included.
-        last: parameters of the largest module after the blocks.
-        elsewhere: part of `received` that only other tp ranks keep until the backward (checkpoint_policy "sharded").
+        received: bytes of tensors received from the previous stage.
+        sent: bytes of tensors sent to the next stage.
+        around: elements of the parameters outside the blocks.
+        inner: `peak` of the blocks alone, without embedding and head, in bytes.
+        first: elements of the parameters of the largest module before the blocks, tied parameters included.
+        last: elements of the parameters of the largest module after the blocks.
+        elsewhere: bytes of `received` that this rank drops until the backward: other tp ranks hold them ("sharded").
     """
 
     parameters: int
@@ -99,10 +97,10 @@ def stage_memory(
 
 
 def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
-    """Return (parameter bytes of the largest unit before the blocks of a stage, those of the largest unit after them).
+    """Return (parameter bytes of the largest unit before a stage's first block, those of the largest after the last).
 
-    `units` are the blocks, embeddings and heads of the stage, `shared` the (bytes, names of its units) of each tied
-    parameter. A tied parameter that a unit before the blocks uses counts as one more unit there.
+    `units` are the stage's blocks, embeddings and heads. `shared` has (bytes, names of units) of each tied parameter:
+    if a unit before the blocks uses it, it counts as one more unit there; after the blocks no tied parameter counts.
     """
     at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
     early = {unit.name for unit in units[: at[0]]}
@@ -138,9 +136,9 @@ def rank_memory(
     stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
-    """Return the peak memory of a pipeline rank that holds `stages`; at the peak, stages[i] has `in_flight[i]`
-    micro-batches between forward and backward. `precision` has the bytes per parameter, `layout` the ZeRO settings;
-    `runtime` and `hardware` say how large the temporary tensors of the optimizer step are.
+    """Return the peak memory of a pipeline rank with the stages `stages`, of which stages[i] has `in_flight[i]`
+    micro-batches between forward and backward. `layout` has micro-batches and ZeRO settings, `precision` bytes per
+    parameter. `runtime` (eager, ...) and `hardware` tell how the optimizer step runs, and so its temporary tensors.
     """
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)
@@ -176,10 +174,10 @@ def rank_memory(
 def _resident(
     count: int, around: int, layout: Layout, precision: Precision
 ) -> tuple[int, int, int]:
-    """Return (weight bytes, gradient bytes, bytes of optimizer states) that a rank holds during a step.
+    """Return (weight bytes, gradient bytes, bytes of optimizer states) of a rank with `count` parameters during a step.
 
-    With ZeRO a rank holds shards of the parameters that the optimizer updates, and unsharded weights to compute with:
-    all `count` parameters, or with ZeRO-3 the `around` ones outside blocks. `precision` has the bytes per parameter.
+    ZeRO shards the optimizer states, with the weights that they update, and from ZeRO-2 on the gradients. The weight
+    bytes are then an unsharded copy to compute with: of all parameters, or under ZeRO-3 of the `around` outside blocks.
     """
     n, stage = layout.dp_shard, layout.zero_stage
     if n == 1:

@@ -24,10 +24,10 @@ UNSKIPPED = 0.5  # factor of that rate with cp: queries have a mask over all key
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
-    """Return the seconds of a batch of matrix products or of a fused attention: limited by flops or by bytes.
+    """Return the seconds of a batch of matrix products or of a fused attention: the larger of compute and memory time.
 
-    On a GPU the product runs as waves of tiles, one tile per multiprocessor, in the best tile shape;
-    `hardware.fill` is the extra time of a tile.
+    On a GPU a product is split into tiles, one per multiprocessor at a time; starting and ending a tile costs as much
+    time as `hardware.fill` more elements along the summed axis.
     """
     rate, moved = hardware.flops(dtype), product.moved / hardware.bandwidth
     if not product.n:
@@ -40,10 +40,8 @@ def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) -> float:
-    """Return the operations of `batch` products [m, k] x [k, n], counted so that tiles and waves which are not full
-    cost as much as full ones.
-
-    The best tile shape for `count` multiprocessors is taken. Each tile costs as if its axis k were longer by `fill`.
+    """Return the operations of `batch` products [m, k] x [k, n] in tiles of the best shape, `count` (multiprocessors)
+    at a time. Partial tiles count as full, and fewer than `count` at the end as `count`; k counts as longer by `fill`.
     """
     return min(
         math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / count)
@@ -67,10 +65,10 @@ def collective_seconds(
     hardware: Hardware, ranks: int, moved: float, count: float, stride: int = 1,
     cards: int | None = None,
 ) -> float:  # fmt: skip
-    """Return the seconds of `count` collectives over a group of `ranks` devices, `stride` ranks apart, of `hardware`.
+    """Return the seconds of `count` collectives, one after the other, over a group of `ranks` devices.
 
-    A rank sends `moved` * (ranks - 1) / ranks bytes in all these collectives together. `cards` is the number of network
-    cards per node that carry the ring; None: one per rank of the node.
+    All of them together send `moved` * (ranks - 1) / ranks bytes per rank. Global ranks of neighbours in the group are
+    `stride` apart. `cards` is the number of network cards per node that the group uses; None: one per rank of the node.
     """
     if ranks == 1:
         return 0.0
@@ -82,10 +80,9 @@ def collective_seconds(
 
 
 def exchange_seconds(hardware: Hardware, ranks: int, moved: float, stride: int = 1) -> float:
-    """Return the seconds of all-to-alls over `ranks` devices that are `stride` ranks apart, without the time to start.
-
-    `moved` is the bytes of the tensors that a rank reshards: the rank keeps one of `ranks` equal parts, and sends one
-    to each other rank, over a link within the node and over its network card beyond.
+    """Return the transfer seconds of all-to-alls over `ranks` devices, `stride` ranks apart, without their latency.
+    `moved` is the bytes that a rank holds before; it keeps 1/`ranks` of them, and sends as much to each other rank,
+    over a link within the node and over its network card beyond.
     """
     inside = min(ranks, max(1, hardware.per_node // stride))
     away = (ranks - inside) / ranks / hardware.network if ranks > inside else 0.0
@@ -127,8 +124,9 @@ class How:
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
-        """Return the seconds that recomputed operations, or copies to the host, add to one call of a block, embedding
-        or head of cost `use` under the activation policy `policy`.
+        """Return the seconds that the activation policy `policy` adds to one call of a block, embedding or head of cost
+        `use`: of copies to the host ("offload") or of recomputing ("recompute", "attention", "save_matmuls",
+        "sharded").
         """
         if policy == "offload":
             copied = use.kept / self.hardware.host
@@ -271,11 +269,11 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
 def _pipeline(
     stages: Sequence[StageTime], wait: Sequence[float], layout: Layout
 ) -> tuple[float, list[StageTime], list[float]]:
-    """Return (seconds of all forwards and backwards of a step, stages of the busiest pipeline rank, seconds of a
-    micro-batch on each rank).
+    """Return (seconds of all forwards and backwards of a step, stages of the rank with most compute, seconds of forward
+    and backward of one micro-batch on each rank, without transfers). wait[i] is the seconds of a transfer to stage i.
 
-    The seconds of 1F1B, interleaved 1F1B and GPipe follow a formula: the work of the busiest rank, and the time to fill
-    and drain the pipeline. Other orders are simulated action by action. wait[i] is the transfer time to stage i.
+    The first is a formula for 1F1B, interleaved 1F1B and GPipe: the work of the busiest rank, and the time to fill and
+    drain the pipeline. Other orders are simulated action by action.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
