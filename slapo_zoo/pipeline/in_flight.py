@@ -58,8 +58,8 @@ def _whole(action: Action, step: int = 0) -> Action:
 
 
 class Sends:
-    """Sends of one rank in one pipeline step that may not have arrived yet. `arrived`, made by `arrivals`, maps each
-    forward or backward of this rank to its earlier ones whose results must have arrived at the receiver before.
+    """Sends of one rank in one pipeline step that may not have arrived yet. `arrived`, made by `arrivals`, maps a
+    forward or backward of this rank to its earlier ones whose results the receivers must have when it starts.
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):
@@ -192,7 +192,7 @@ class InFlightStage(PipelineStage):
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """Free the tensors received for micro-batch `chunk`; their shapes and memory that autograd saved stay."""
+        """Free the tensors received for micro-batch `chunk` after its forward; shapes and what autograd saved stay."""
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)

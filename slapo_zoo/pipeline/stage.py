@@ -73,10 +73,10 @@ class Stage(InFlightStage):
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
         """Run the part `backward_type` ("input", "weight" or "full") of a micro-batch's backward with torch's
-        arguments, after `before_last` if it is the last; return torch's pair (gradients, weight groups for the part
-        "weight" or None). Where torch computes wrong gradients in parts (`used_in_several_places`), as it puts a weight
-        that is used twice into two groups or none, "input" runs the full backward, and "weight" does nothing and
-        returns ((), None).
+        arguments, and before the last one of a step `before_last`; return torch's pair (gradients, weight groups for
+        the part "weight" or None). Where torch computes wrong gradients in parts (`used_in_several_places`), as it puts
+        a weight that is used twice into two groups or none, "input" runs the full backward, and "weight" does nothing
+        and returns ((), None).
         """
         run = super().backward_maybe_with_nosync
         if last_backward and self.before_last is not None:

@@ -173,7 +173,9 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's forward of one micro-batch: plan, tensors received and to be sent, index of the last call."""
+    """State of the forward that a rank runs, from `begin` to `end`: plan of the stage, tensors received and to be sent,
+    index of the latest call of a unit (block, embedding, head). A rank has one, for one micro-batch after the other.
+    """
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -199,9 +201,9 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the output of the next call, a call of `unit`, if an earlier stage runs it (zeros for tensors that
-        were not sent); None if this stage does. Raise ScheduleError if this stage lacks the weights (`held` False), or
-        the call is unexpected.
+        """Go on to the next call, which must be of `unit`. Return its output if an earlier stage runs it (zeros for
+        tensors not sent); None if this stage does. Raise ScheduleError for another call than in the dry run, or if
+        weights are missing (not `held`).
         """
         if self.plan is None:
             problem = "the module is called outside the model's forward, and this rank has only some of the layers"
@@ -267,7 +269,7 @@ class Foreign(nn.Module):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the replaced module's output as received from an earlier stage, zeros for tensors not used here."""
+        """Return the output that an earlier stage has sent for this call, with zeros for tensors that are not used."""
         return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:

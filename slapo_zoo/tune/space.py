@@ -173,7 +173,9 @@ class Space:
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return the list of all configurations of `points(*arguments)`; SpaceError for none or more than 200,000."""
+        """Return the list of all configurations that `points` yields for its own `arguments`: none, or
+        `training_script_args` and `update_space_fn`. Raise SpaceError for no configuration or over 200,000.
+        """
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)
@@ -213,7 +215,7 @@ class Space:
             yield from branch._walk(arguments, update)
 
     def _settle(self) -> None:
-        """Update from the fixed symbols the candidates of others and `_absent`: the symbols whose condition fails."""
+        """Update, from the symbols that are fixed, the `vals` of others and `_absent`: those whose condition fails."""
         fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
         self._absent = {n for n, rule in self._conditions.items()
                         if _applies(rule, fixed, self._absent) and not _call(rule, fixed)}  # fmt: skip

@@ -181,8 +181,7 @@ class Model:
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
         """Return the number of the configuration to measure next, one of `left` (those not measured yet): first
         `self.start`, then a few that show memory use, then that of the largest expected gain over the best throughput.
-        None if `left` is empty, or after 17 measurements if that gain is below 0.05 %. `known` has the measured
-        numbers' outcomes.
+        None if none is left, or after 17 measurements if that gain is below 0.05 %. `known` has outcomes by number.
         """
         if not left:
             return None

@@ -92,8 +92,8 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Time the steps of `job` on this rank. Return an Outcome: rows per second and peak bytes, or the kind "wrong" if
-    the loss of a small batch differs from `job.probe`. Raise an error if more than `job.memory` bytes are needed.
+    """Time `job.steps` training steps on this rank. Return an Outcome: rows per second and peak bytes, or the kind
+    "wrong" if the loss of a small batch differs from `job.probe`. Raise an error if over `job.memory` bytes are needed.
     """
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))

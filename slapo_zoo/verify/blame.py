@@ -176,9 +176,7 @@ class Blame:
 
 
 def _containers_last(paths: list[str]) -> list[str]:
-    """Return module `paths` in the same order, except that paths above two nested others come last: of "h", "h.0" and
-    "h.0.ln" this is "h".
-    """
+    """Return module `paths` in order, but those above two nested ones ("h" above "h.0" and "h.0.ln") last."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]

@@ -91,8 +91,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
     """Return the family's sharding rules with what they lack for cp > 1: how token positions are made, found by runs of
-    a tiny model. Return None if cp is 1 or they lack nothing: they are then used as they are. `arguments` are
-    `core.verify`'s.
+    a tiny model. Return None if cp is 1 or nothing is lacking: the rules are used as is. `arguments` are `verify`'s.
     """
     if arguments.get("cp", 1) == 1:
         return None

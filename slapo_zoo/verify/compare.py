@@ -176,7 +176,7 @@ class Tolerance:
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
         """Return the absolute error that each element may have: 2 * `own_error(what)` + 8 fp32 eps * max(`largest`,
         `scale`). `what(run)` is the compared output, loss or gradient of a run (a Result), `largest` its largest
-        absolute element in the fp64 run; `scale` is the largest of all gradients if a gradient is compared, else 0.
+        absolute element in the fp64 run, `scale` 0 or, for example, the largest absolute element of all gradients.
         """
         return 2 * self.own_error(what) + FLOOR * max(largest, scale)
 
@@ -192,7 +192,7 @@ class Tolerance:
             name: name of the output or parameter, for the record.
             found: the output, loss or gradient of the scheduled model.
             what: function that gets a run (a Result) and returns the same output, loss or gradient of the run.
-            scale: 0, or for a gradient the largest absolute element of all gradients, by which more error is allowed.
+            scale: 0, or e.g. the largest absolute element of all gradients, with which the allowed error grows.
             rank: rank on which `found` was computed, or None for all.
         """
         want = torch.as_tensor(what(self.truth)).double()
@@ -227,8 +227,8 @@ class FixedTolerance(Tolerance):
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return `self.relative` * (`largest` + 0.01 * `scale`), of the plain run's largest absolute elements:
-        `largest` of the compared tensor, `scale` of all gradients, or 0 if it is no gradient. `what` is unused.
+        """Return `self.relative` * (`largest` + 0.01 * `scale`): `largest` is the largest absolute element of the
+        compared tensor of the plain run, `scale` is 0 or e.g. that of all its gradients. `what` is unused.
         """
         return self.relative * (largest + 0.01 * scale)
 
@@ -247,8 +247,8 @@ def _distance(found: Any, want: Tensor) -> float:
 
 
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Compare outputs, loss and gradients of each rank's result, and after an optimizer step gradient norm and weights,
-    with the plain run `near.truth`; record in `into` what is missing or differs by more than `near` allows.
+    """Compare each rank's outputs and loss, rank 0's gradients, and after an optimizer step the gradient norm and
+    weights, with the plain run `near.truth`; record in `into` what is missing or differs by more than `near` allows.
     """
     truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
     for rank, result in enumerate(found):
@@ -311,8 +311,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
     """Compare the weights of `result` after AdamW with the plain run `near.truth`; record in `into` an error over twice
-    that of other plain runs, or over two learning rates where the gradient is 0 up to rounding: AdamW scales this noise
-    up.
+    that of other plain runs, or over two learning rates where the gradient is only rounding noise (AdamW scales it up).
     """
     truth = near.truth
     largest = largest_of(truth.grads)

@@ -173,8 +173,7 @@ def _compare_all(
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
     """Compare tensors `found` on rank `rank` with the unsharded model's, `want`, by name; `check` is "outputs" or
-    "gradients". Record in `into` errors above the tolerance `near`, and missing or additional outputs (gradients are
-    then skipped).
+    "gradients". Record in `into` errors above the tolerance `near`, and for "outputs" also missing and additional ones.
     """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]

@@ -219,7 +219,7 @@ class _Masks(RandomStream):
 
     Args:
         on_cpu: whether the model would run on a CPU.
-        in_bytes: True: a byte per mask element, for this rank's part alone; False: the tensor's dtype, often all parts.
+        in_bytes: True: a byte per element, of this rank alone; False: the tensor's dtype, partly for all ranks.
     """
 
     def __init__(self, on_cpu: bool, in_bytes: bool = False):

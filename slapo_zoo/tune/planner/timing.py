@@ -24,10 +24,9 @@ UNSKIPPED = 0.5  # factor of that rate with cp: queries have a mask over all key
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
-    """Return the seconds of a batch of matrix products or of a fused attention: the larger of compute and memory time.
-
-    On a GPU a product is split into tiles, one per multiprocessor at a time; starting and ending a tile costs as much
-    time as `hardware.fill` more elements along the summed axis.
+    """Return the seconds of `product`, a batch of matrix products or a fused attention, in `dtype` ("bfloat16", ...):
+    the larger of compute and memory time. On a GPU a product is split into tiles, one per multiprocessor at a time; to
+    begin and end a tile takes as long as `hardware.fill` more elements along the summed axis.
     """
     rate, moved = hardware.flops(dtype), product.moved / hardware.bandwidth
     if not product.n:
