@@ -58,8 +58,9 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a mask [points], True for each configuration that surely takes at least the memory of number `small`:
-        its batch size is not smaller, its `ckpt_ratio` (share of recomputed blocks) not larger, all else is equal.
+        """Return a mask [points], True for each configuration that surely takes at least the memory of configuration
+        `small`: its batch size is not smaller, its `ckpt_ratio` (share of recomputed blocks) not larger, the rest
+        equal.
         """
         return self._against(small, 1)
 

@@ -175,8 +175,8 @@ def orders_for(
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
     """Return how many micro-batches each stage of a pipeline rank, in order, has run forward but not backward at the
-    moment when their sum is largest. `order` is a pipeline order, `virtual` the stages per rank, `rank` the pp
-    coordinate.
+    moment when their sum is largest. `order` is a pipeline order, `virtual` the stages per rank, `rank` the rank along
+    pp.
     """
     if pp == 1:
         return (1,)

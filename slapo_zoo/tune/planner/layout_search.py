@@ -304,8 +304,8 @@ class Planner:
         """Return (recompute policies under `layout`; an int (mark) per call of a block, embedding or head, in order; a
         dict in which the caller caches memory and time of stages by their marks).
 
-        Calls with equal marks have equal costs. The result is cached under `what`, the fields of `layout` that matter
-        here.
+        Calls with equal marks have equal costs. The result is cached under `what`, the fields of `layout` it depends
+        on.
         """
         if what in self._stages:
             return self._stages[what]

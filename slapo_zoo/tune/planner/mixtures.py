@@ -18,7 +18,7 @@ CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
-    """Choice whether each block keeps, recomputes or offloads its activations, and the memory and time that this takes.
+    """Choice for some blocks whether each keeps, recomputes or offloads its activations; the memory and time it takes.
 
     Args:
         bytes: activations kept on the device.

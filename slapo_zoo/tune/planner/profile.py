@@ -197,9 +197,9 @@ class Recompute:
         return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Return for each unit (block, embedding, head) the bytes of its saved input that this rank does not keep,
-        because under the policy "sharded" other tp ranks do; 0 under other policies. `uses` are the costs of `units`,
-        in order.
+        """Return for each of `units` (block, embedding, head) the bytes of its saved input that this rank does not
+        keep, as under the policy "sharded" other tp ranks do; 0 under other policies. `uses` are the units' costs, in
+        order.
         """
         outputs = (u.output for n, u in zip(units, uses, strict=True) if n.is_block)
         hidden = min(outputs, default=0.0)

@@ -124,8 +124,7 @@ class How:
 
     def again(self, use: Use, policy: str) -> float:
         """Return the seconds that the activation policy `policy` adds to one call of a block, embedding or head of cost
-        `use`: of copies to the host ("offload") or of recomputing ("recompute", "attention", "save_matmuls",
-        "sharded").
+        `use`: copies to the host ("offload") or recomputing ("recompute", "attention", "save_matmuls", "sharded").
         """
         if policy == "offload":
             copied = use.kept / self.hardware.host
