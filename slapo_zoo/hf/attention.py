@@ -21,6 +21,7 @@ from slapo_zoo.parallel.rng.layout_independent_random import RandomStream, dropo
 from slapo_zoo.parallel.rng.stream_position import SiteName
 
 ATTRIBUTE = "core_attn"
+CACHES = ("past_key_values", "cache", "cache_params")  # arguments; 5.24 renames the first
 
 
 def register_attention() -> None:
@@ -35,7 +36,7 @@ def register_attention() -> None:
     if not hasattr(find, "__wrapped__"):
         found = with_all_positions(packing_without_wait(find), 0)
         masking_utils.find_packed_sequence_indices = found
-        name = "packed_sequence_compatibility_function"  # newer transformers alone
+        name = "remap_positions_for_packed_sequence"  # in transformers from 5.23 on
         if apart := getattr(masking_utils, name, None):
             setattr(masking_utils, name, with_all_positions(apart, 1))
     for name, backend in BACKENDS.items():

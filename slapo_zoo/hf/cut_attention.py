@@ -144,12 +144,12 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
     @wraps(own)
     def forward(
-        tokens: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None
+        tokens: Any, before: int = 0, position_ids: Tensor | None = None, **by_name: int
     ) -> Tensor:
         count = tokens.shape[1] if isinstance(tokens, Tensor) else tokens[1]
         first = 0 if stream.cut is None else stream.cut.r * count
         position_ids = None if position_ids is None else position_ids + first
-        return own(tokens, past_key_values_length + first, position_ids)
+        return own(tokens, sum(by_name.values(), before) + first, position_ids)
 
     embedding.forward = forward
 
@@ -242,5 +242,6 @@ def kinds_of_rope(module: Any) -> tuple[str, ...]:
 
 def counts_by_place(path: str, module: Any) -> bool:
     """Return whether the module at `path` is a position embedding that numbers its tokens from 0 itself (BART, Pegasus)."""
-    takes = signature(module.forward).parameters if path.endswith("embed_positions") else ()
-    return "past_key_values_length" in takes and not {"attention_mask", "inputs_embeds"} & {*takes}
+    takes = {*signature(module.forward).parameters} if path.endswith("embed_positions") else set()
+    counts = takes & {"past_key_values_length", "cache_length"}  # the second from 5.24 on
+    return bool(counts) and not takes & {"attention_mask", "inputs_embeds"}

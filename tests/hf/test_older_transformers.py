@@ -4,7 +4,7 @@ from transformers import masking_utils
 
 from slapo_zoo.hf.attention import register_attention
 
-NEWER = "packed_sequence_compatibility_function"
+NEWER = "remap_positions_for_packed_sequence"
 
 
 def test_attention_is_registered_where_masks_read_positions_only_once(monkeypatch):

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.hf.attention import CACHES
 from slapo_zoo.model.gradients.module_changes import Unwrapped
 from slapo_zoo.model.load.exact_optimizer import give_back, narrowed, split_over_ranks, without
 from slapo_zoo.model.load.exact_output import computed, joined
@@ -335,7 +336,7 @@ class ExactModel(Unwrapped, nn.Module):
             return batch  # `Scheduled.train_step` refuses it
         parts, rows = self.virtual.dp // self.mesh.dp, count_rows(batch)
         leaves = tree_leaves(dict(batch))
-        if batch.get("past_key_values") is not None or any(isinstance(x, Tensor) and x.requires_grad for x in leaves):  # fmt: skip
+        if any(batch.get(n) is not None for n in CACHES) or any(isinstance(x, Tensor) and x.requires_grad for x in leaves):  # fmt: skip
             problem = "an entry is a KV cache or requires a gradient, and the virtual ranks of this process would all change it"
             raise SlapoError("ExactModel", "batch", problem, "leave it out, or leave exact= out")
         if rows % parts:

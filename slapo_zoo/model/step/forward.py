@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.hf.attention import CACHES
 from slapo_zoo.hf.cut_body import own_lengths
 from slapo_zoo.model.dp.dp_shard import Sharded
 from slapo_zoo.model.gradients.batch_check import check_peers
@@ -68,7 +69,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     draws = stream.call(model.training, rows * mesh.coord("batch"), rows)
     with calling(model, batch, divided, cut), draws:
         if runtime.pipeline is None:  # the user's backward will reduce the gradients
-            if mesh.tp > 1 and batch.get("past_key_values") is not None:
+            if mesh.tp > 1:
                 refuse_whole_heads(model, batch)
             calls.begin(model, given, model.training)
             output = run(batch) if cut is None else run_cut(model, cut, run, batch, given)
@@ -83,7 +84,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
     transformers ignores the borders of sequences packed in a row.
     """
     found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
-    chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)
+    chosen = batch.keys() & {"use_cache", *CACHES} or not takes_cache(model._slapo)
     if chosen or not found or not (model.training or batch.get("labels") is not None):
         return
     batch["use_cache"] = False

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.attention import CACHES
 from slapo_zoo.model.dp.dp_shard import Sharded
-
-CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
@@ -52,18 +51,20 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
     """Raise SlapoError if `batch` has a KV cache of all heads (peft's prefix tuning), of which a tp rank has some."""
-    cache = batch.get("past_key_values")
+    name, cache = next(((n, batch[n]) for n in CACHES if batch.get(n) is not None), (None, None))
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
+    if keys is None:
+        return
     counts = (
         d.name == "shard_attribute" or getattr(d, "num_heads", 0) for _, d in model.schedule.history
     )
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if keys is not None and keys.shape[1] == heads > 1 and any(counts):  # of sharded heads
+    if keys.shape[1] == heads > 1 and any(counts):  # of sharded heads
         problem = f"the cache has all {heads} heads, but each rank of tp={model.mesh.tp} computes some of them"
         hint = "use tp=1, or prompt tuning in place of prefix tuning"
-        raise SlapoError("forward", "past_key_values", problem, hint)
+        raise SlapoError("forward", name, problem, hint)
 
 
 class Generates:

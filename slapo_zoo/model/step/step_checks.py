@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.hf.attention import CACHES
 from slapo_zoo.model.gradients.gradient_reducer import is_taken
 from slapo_zoo.model.step.runtime import Runtime
 from slapo_zoo.parallel.losses.loss_means import LABELS
@@ -85,7 +86,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
     """
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
-    other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
+    other += [n for n in ("encoder_outputs", *CACHES) if whole.get(n) is not None]
     if count > 1 and other:
         names = ", ".join(other)
         problem = f"{rows} rows are split into {count} micro-batches, but {names} cannot be"

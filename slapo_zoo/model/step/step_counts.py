@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from slapo_zoo.dispatch.kernel_registry import KNOWN, as_written, is_changed, package_of
-from slapo_zoo.hf.attention import ATTRIBUTE
+from slapo_zoo.hf.attention import ATTRIBUTE, CACHES
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.parallel.collectives import all_gather
 from slapo_zoo.parallel.known import IGNORED, Known
@@ -25,7 +25,7 @@ from slapo_zoo.parallel.mesh import Mesh
 MASKS = ("attention_mask", "decoder_attention_mask")
 WORTH_UNPADDING = 0.9  # share of real tokens up to which moving them is cheaper
 SHOWS = ("output_hidden_states", "output_attentions", "is_decoder", "chunk_size_feed_forward")
-GIVEN = ("past_key_values", "encoder_hidden_states")
+GIVEN = (*CACHES, "encoder_hidden_states")
 BY_TOKEN = (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.ModuleDict, nn.Sequential, nn.Tanh, nn.ReLU, nn.GELU)  # fmt: skip
 
 
