@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from slapo_zoo.tune.planner.layout import Layout, in_flight, places_of
 from slapo_zoo.tune.planner.profile import Recompute
-from slapo_zoo.tune.planner.search_result import Forecasted
 
 TRIES, MOST = 4, 400
 CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
@@ -125,12 +124,10 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
         found[name] = max(found.get(name, policy), policy, key=CHOICES.index)
 
 
-def mixed(
-    planner: Any, layout: Layout, limit: float, seconds: float = float("inf")
-) -> Forecasted | None:
-    """Return the forecast of `layout` with a policy ("keep", "recompute", "offload", ...) of its own for each block,
-    the fastest choice that fits into `limit` bytes per rank; `planner` is a `Planner`. Return None if nothing fits, all
-    blocks get one policy (such layouts are forecast by the wide search), or the step takes `seconds` or longer.
+def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
+    """Return the forecast (`Forecasted`) of `layout` with a policy ("keep", "recompute", "offload", ...) of its own for
+    each block, the fastest choice that fits into `limit` bytes per rank; `planner` is a `Planner`. Return None if nothing
+    fits, all blocks get one policy (the wide search forecasts such layouts), or the step takes `seconds` or longer.
     """
     ranks = planner.ranks(layout)
     room = [limit - rank.total + rank.activations for rank in ranks]

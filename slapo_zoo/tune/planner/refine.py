@@ -11,21 +11,20 @@ from typing import Any
 
 from slapo_zoo.pipeline.orders import ORDERS
 from slapo_zoo.tune.planner.layout import CLOSED, Layout, divisors, orders_for
-from slapo_zoo.tune.planner.search_result import Forecasted
 
 STARTS = 12  # layouts of the wide search to start from, each with another mesh and micro-batch
 GRAIN = 32  # number of shares of recomputation that are tried
 MOST_FORWARDS = 2048  # most forwards in an order that is simulated action by action
 GAIN = 1e-4  # share of a step that a change must save
 
-Forecast = Callable[[Layout], Forecasted]
+Forecast = Callable[[Layout], Any]  # a Forecasted
 Fits = Callable[[Layout], bool]
 
 
 def refine(
-    forecast: Forecast, fits: Fits, found: Sequence[Forecasted], blocks: int,
+    forecast: Forecast, fits: Fits, found: Sequence[Any], blocks: int,
     orders: Sequence[str] | None,
-) -> list[Forecasted]:  # fmt: skip
+) -> list[Any]:  # fmt: skip
     """Return forecasts of faster layouts, reached from the fastest ones in `found` by changing one option at a time.
 
     Args:
@@ -58,7 +57,7 @@ class Climb:
     blocks: int
     orders: Sequence[str]
 
-    def from_here(self, best: Forecasted) -> Forecasted:
+    def from_here(self, best: Any) -> Any:
         """Change one option of `best`'s layout at a time (ZeRO, pipeline order, recomputation), over and over while the
         step gets faster; return the forecast of the fastest layout.
         """
@@ -83,7 +82,7 @@ class Climb:
             if layout.pp > 1 and (order in CLOSED or count * layout.pp * virtual <= MOST_FORWARDS):
                 yield replace(layout, pipeline_order=order, stages_per_rank=virtual)
 
-    def _least_recomputed(self, layout: Layout, best: Forecasted) -> Forecasted:
+    def _least_recomputed(self, layout: Layout, best: Any) -> Any:
         """Return the faster of `best` and the forecasts of `layout` with the lowest checkpoint_ratio that fits into
         memory, under checkpoint_policy "" and, if cp is 1, "save_matmuls".
         """
