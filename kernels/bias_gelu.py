@@ -42,7 +42,7 @@ def _tanh(module: Any, x: Tensor) -> Tensor:
 @kernel(
     "bias_gelu", reference, inputs, SHAPES, cpu="F.gelu",
     serves={"GELUActivation": _exact, "NewGELUActivation": _tanh, "FastGELUActivation": _tanh,
-            "GELUTanh": _tanh, "PytorchGELUTanh": _tanh},
+            "GELUTanh": _tanh, "PytorchGELUTanh": _tanh}, passes=("act",),
 )  # fmt: skip
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """Compute gelu(x + bias) in one pass, and its gradients in another. x is [..., N], `bias` [N] that of the linear

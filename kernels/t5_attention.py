@@ -107,7 +107,8 @@ def _forward(
         # a copy: an engine may free a gathered weight before the next layer reads it
         table = module.relative_attention_bias.weight.clone()
     made = position_bias is not None and position_bias.ndim == 4
-    if made or held or not hides_only_padding(mask, S, T, causal):
+    scaled = getattr(module, "scaling", 1.0) != 1.0
+    if made or held or scaled or not hides_only_padding(mask, S, T, causal):
         own = partial(type(module).forward, module, hidden_states, mask, key_value_states)
         if made or (position_bias is None and past_key_values is not None):
             return own(position_bias, past_key_values, **kwargs)

@@ -113,7 +113,7 @@ def kernel(
         cpu: what computes the kernel on a CPU, as text to show to users, e.g. "F.gelu, mul".
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         limits: function (input) --> why its dtype or last axis does not suit the Triton code, or "" if both do.
-        passes: names of the served module's children whose work the kernel does itself. When such a child is
+        passes: names of the served module's children and attributes whose work the kernel does itself. When one is
             replaced, patched or hooked later, the class's own forward runs instead of the kernel.
     """
     forwards = dict(serves or {})
@@ -162,8 +162,8 @@ def _while_as_built(
     return served
 
 
-def _kind(module: Any) -> tuple[type, Any]:
-    return type(module), getattr(type(module), "forward", None)
+def _kind(x: Any) -> Any:
+    return (type(x), type(x).forward) if isinstance(x, nn.Module) else x
 
 
 def served_class(module: nn.Module, serves: Collection[str]) -> Any:
@@ -184,13 +184,9 @@ def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequ
     if package_of(found) not in packages or own.forward is not found.forward:
         mine = f"{own.__name__} of {own.__module__} with a forward of its own"
         return f"found {mine}, but the kernel {name} replaces the forward of {found.__name__} in transformers"
-    parts = {
-        own.__name__: module,
-        **{f"{own.__name__}.{n}": getattr(module, n, None) for n in passes},
-    }
-    changed = [
-        n for n, m in parts.items() if m is not None and (is_changed(m) or not as_written(type(m)))
-    ]
+    children = {n: child for n, child in module.named_children() if n in passes}
+    parts = {own.__name__: module} | {f"{own.__name__}.{n}": m for n, m in children.items()}
+    changed = [n for n, m in parts.items() if is_changed(m) or not as_written(type(m))]
     return f"{changed[0]} was patched or hooked" if changed else ""
 
 

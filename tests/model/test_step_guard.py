@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity import Case, batch_of, checkpoint
-from slapo_zoo import AutoScheduledModel
+from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError
 from slapo_zoo.model.gradients.step_guard import StepGuard
 from slapo_zoo.parallel.mesh import Mesh
@@ -64,6 +64,25 @@ def test_gradients_clipped_by_norms_of_local_shards_raise(change, layout, ranks,
     fine = layout.get("tp", 1) == 1 and change is not clip_all
     for said in ranks.run(step, 2, folder, change, layout):
         assert fine or "scaled their gradients" in said
+
+
+def step_of_two(folder):
+    """Train two models by one optimizer, and clip the second by this rank's shards."""
+    models = [AutoScheduledModel.from_pretrained(folder, tp=2).train() for _ in range(2)]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    for model in models:
+        model.train_step(batch_of(GPT2))
+    clip_all(models[1])
+    try:
+        optimizer.step()
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_of_the_second_model_of_an_optimizer_are_checked_too(tmp_path):
+    for said in emulate(step_of_two, checkpoint(GPT2, tmp_path), mesh=(2, 1, 1)):
+        assert "scaled their gradients" in said
 
 
 @pytest.mark.one_in(3)

@@ -118,3 +118,32 @@ def test_forward_patched_by_the_user_runs_in_the_scheduled_model_as_in_plain_tra
     for name, p in plain.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-5 * largest, msg=name)  # fmt: skip
+
+
+def floats_and_functions(model):
+    """Yield (path, name) of the numbers and functions that the first module of each served class reads."""
+    served = {name for kernel in applicable(model) for name in KERNELS[kernel].serves}
+    seen = set()
+    for path, module in model.named_modules():
+        if type(module).__name__ in served - seen:
+            seen.add(type(module).__name__)
+            found = {n: x for n, x in vars(module).items() if "dropout" not in n and n[0] != "_"}
+            yield from ((path, n) for n, x in found.items() if isinstance(x, float) or callable(x))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_attribute_changed_after_the_load_is_read_by_the_kernels_too(family, root):
+    case = CASES[family]
+    folder = checkpoint(case, root)
+    plain = getattr(transformers, case.cls).from_pretrained(folder).train()
+    names = applicable(plain)
+    model = AutoScheduledModel.from_pretrained(folder, auto_class=case.cls, kernels=names).train()
+    for path, name in floats_and_functions(plain):
+        before = getattr(plain.get_submodule(path), name)
+        after = before * 1.5 + 0.1 if isinstance(before, float) else torch.tanh
+        losses = []
+        for one in (plain, model):
+            setattr(one.get_submodule(path), name, after)
+            losses.append(one(**batch_of(case)).loss.detach())
+            setattr(one.get_submodule(path), name, before)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5, msg=f"{path}.{name}")

@@ -304,17 +304,16 @@ def watch_steps() -> None:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     parameters = parameters_of(optimizer)
-    runtime = next((found for p in parameters if (found := runtime_of(p))), None)
-    if runtime is None or runtime.schedule.mesh.world_size == 1:
-        return None
-    guard: StepGuard = runtime.calls.guard
-    if guard.on_ranks is not None:
-        _require_own_scaler()
-        return guard.on_ranks(optimizer, args, kwargs)
-    guard.check_outside(parameters)
-    if guard.divides:
-        _require_own_scaler()
-        guard.before_step()
+    for runtime in {id(found): found for p in parameters if (found := runtime_of(p))}.values():
+        guard: StepGuard = runtime.calls.guard
+        if guard.on_ranks is not None:
+            _require_own_scaler()
+            return guard.on_ranks(optimizer, args, kwargs)
+        if runtime.schedule.mesh.world_size > 1:
+            guard.check_outside(parameters)
+        if guard.divides:
+            _require_own_scaler()
+            guard.before_step()
     return None
 
 
