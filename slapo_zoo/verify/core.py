@@ -131,9 +131,9 @@ class _Verification:
         return ()
 
     def _located(self) -> Divergence | None:
-        """Return the first difference from the plain model, or None if none is found; the searched step has dropout if only
-        the check with dropout failed. With cp > 1, where each rank has only some tokens, no tensors of modules are
-        compared: the difference is in the loss, in all gradients, or at the first parameter that a failed check names.
+        """Search for the first place where the sharded model differs from the plain one; None if none is found. All
+        modules' tensors of a new step are compared, with dropout if only the check with dropout failed; with cp > 1,
+        where a rank has only some tokens, only the findings of the checks are read.
         """
         if self.trial.mesh.cp > 1:
             return self._beyond_modules(None) or self._at_named_parameter()
@@ -155,10 +155,10 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Return a difference that no module explains (loss, norm, or one factor in all gradients), else `divergence`,
-        the first module that differs, or None. A `divergence` in the forward takes precedence over the others.
-
-        If only the gradient norm is wrong, because ranks differ in the gradient of a replicated parameter, return None.
+        """Return "loss", "every gradient" (all wrong by one factor) or "norm" as the place of the difference if a check
+        found it wrong, else `divergence`, the first module that differs (or None). A module that differs in the forward
+        is always returned. If only the gradient norm is wrong, since ranks differ in the gradient of a replicated
+        parameter, return None.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -180,7 +180,7 @@ class _Verification:
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _at_named_parameter(self) -> Divergence | None:
-        """Return the module of the first parameter that a failed check names, as the first difference; None if none is named."""
+        """Return the module of the first parameter that the checks' findings name, or None; no check is run."""
         for finding in (*self._replica_findings(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)
@@ -188,8 +188,8 @@ class _Verification:
         return None
 
     def _paths_with(self, field: str) -> frozenset[str]:
-        """Return the paths of modules whose output gradients are partial sums (`field` "sync_op_or_fn": a directive has
-        "all_reduce_twice" there) or whose experts are sharded (`field` "count": a directive has "num_experts" there).
+        """Return the paths of modules that a directive changed whose attribute `field` is "all_reduce_twice" (`field`
+        "sync_op_or_fn": their output gradients are partial sums) or "num_experts" ("count": their experts are sharded).
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)
@@ -198,9 +198,9 @@ class _Verification:
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
-    """Return {Event: Seen}, the recorded tensors of one step of the plain model on one rank.
-
-    Its attentions get the child module `core_attn` of the scheduled model, so that q, k and v are recorded too.
+    """Return {key: copy of a tensor} for arguments and outputs of all modules in one step of the plain model of
+    `trial`, on one rank. A child module `core_attn` is added to its attentions, as the schedule does, to record q, k
+    and v too.
     """
 
     def seam(sch: Any) -> None:

@@ -48,9 +48,8 @@ def require_token_loss(cls: Any) -> None:
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
     """Return a copy of `table` (sharding rules) whose field `cut_tokens` has the value `positions` for class `cls`.
-
-    `positions` says how a cp rank gets its tokens' positions: as position_ids 0, 1, ... ("counted"; without padding, by
-    the mask or ids: "counted by mask", "counted real"), by an embedding's offset ("placed"), "relative", or "none".
+    `positions` says how a cp rank gets its tokens' positions: "counted" (0, 1, ... in the row), "counted by mask" or
+    "counted real" (padding is not counted), "placed" (an embedding gets the offset), "relative" (a bias) or "none".
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 

@@ -128,9 +128,8 @@ class Search:
         raise refusal(self.config, problem, hint)
 
     def _attempts(self) -> Iterator[Make]:
-        """Yield functions (config, model) --> table of sharding rules; tables that shard more come first.
-
-        If the first tables give wrong results, `left_whole` is set: groups of modules that the next ones leave unsharded.
+        """Yield functions (config, model on meta) --> table of sharding rules, those that shard more first. If one is
+        wrong, the caller asks for the next; later ones leave more modules unsharded, or cut only one list of blocks.
         """
         for undivided in self._undivided_values():
             self.undivided, self.left_whole = undivided, {}
@@ -144,30 +143,28 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return patterns of the block lists (encoder, decoder), if pp > 1 and there are several; else [].
-
-        Each is then tried as the only list that pipeline stages divide.
+        """Return patterns of the block lists (encoder, decoder), if pp > 1 and there are several; else []. Each is then
+        tried as the only list that pipeline stages divide.
         """
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
     def _undivided_values(self) -> tuple[bool, ...]:
-        """Return the values of the table field `undivided` to try.
-
-        True means that the loss is no mean over rows: a batch cannot be split, and only pp=1 and dp=1 are tried.
+        """Return the values of the table field `undivided` to try. True means that the loss is no mean over rows: a
+        batch cannot be split, and only pp=1 and dp=1 are tried.
         """
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
-        """Return functions (config, model) --> table of sharding rules, to be tried in this order, the best first."""
+        """Return functions (config, model on meta) --> table of sharding rules; those that shard more come first."""
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         makes = [*plan, *structural, self._gathered]
         return [*map(_seamed, makes), *makes] if self.is_cut else makes
 
     def _has_plan(self) -> bool:
-        """Return whether the tp plan that `transformers` has for the config can be made a table of sharding rules; e.g.
-        dropout prevents it. If tp is 1, a tiny model with this table must pass the comparison on two tp ranks, too.
+        """Return whether the config's tp plan in `transformers` can be made a table of sharding rules (with dropout it
+        cannot). If tp is 1, a tiny model with these rules must also compute on two tp ranks what the plain one does.
         """
         if not plan_of(self.case.config):
             return False
@@ -184,7 +181,7 @@ class Search:
         return self._table(config, model, True)
 
     def _gathered(self, config: Any, model: Any) -> Table:
-        """Make a table of sharding rules by which each sharded layer gathers its output, independent of other layers."""
+        """Make a table of sharding rules for a model on meta; each sharded layer gathers its output. Nothing is run."""
         return self._table(config, model, False)
 
     def _table(self, config: Any, model: Any, chains: bool) -> Table:
@@ -253,9 +250,8 @@ def problem_of(trial: Trial) -> str:
 
 
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
-    """Return {pattern of module paths in `table`: shape of the weight of these modules on tp rank 0}.
-
-    `frozen` is the same table with all patterns written out for `model`, which is on the meta device.
+    """Return {pattern of module paths in `table`: shape of these modules' weight on tp rank 0, e.g. "[96, 32]"}.
+    `frozen` is `freeze(table, model)`: all its patterns begin at the root of `model`, which is on the meta device.
     """
     modules, found = dict(model.named_modules()), {}
     for (short, _), (pattern, rule) in zip([*table.body, *table.heads], frozen.heads, strict=True):

@@ -30,7 +30,6 @@ class Event(NamedTuple):
 
 class Seen:
     """Copy of a tensor that entered or left a module (`value`), and of the gradient of an output (`grad`, or None).
-
     `rows` is the number of rows of the micro-batch (0: unknown); `source` is the `id()` of the original tensor.
     """
 
@@ -40,13 +39,13 @@ class Seen:
 
 
 class Recorder:
-    """Context that records the arguments, outputs and output gradients of all modules in `events`: Event --> Seen.
+    """Context that copies the arguments, outputs and output gradients of all modules into `events`: {Event (path, "in"
+    or "out", ...): Seen (the copy and its gradient)}.
 
     Args:
-        model: the model; the recording hooks run after those of the schedule.
+        model: the model; hooks that its schedule registered run before the recording ones.
         stream: RandomStream of the model, which knows the rows of the current micro-batch; None: rows are not recorded.
-        units: paths of the blocks, embeddings and heads of this rank's stages; only modules within them are
-            recorded. Empty: all modules are.
+        units: paths of this rank's blocks, embeddings and heads; only modules within them are recorded. Empty: all are.
     """
 
     def __init__(self, model: nn.Module, stream: Any = None, units: Sequence[str] = ()):

@@ -14,13 +14,14 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Return how the tp ranks' tensors form `want`: "the same on all", "runs of axis 1" (slices), ..., or "" if not.
+    """Return how the tp ranks' tensors form `want`: "the same on all", "runs of axis 1" (slices), "3 groups of runs of
+    axis 1" (slices of q, k, v), "runs of the tokens of each row", "terms of a sum", or "" for none of these.
 
     Args:
         parts: one tensor per tp rank, in order.
         want: the plain model's tensor.
         close: function that returns whether a tensor of the shape of `want` is `want` up to rounding.
-        partial: accept partial sums too: tensors of the shape of `want` that add up to it.
+        partial: accept "terms of a sum" too: tensors of the shape of `want` that add up to it.
     """
     if all(part.shape == want.shape and close(part) for part in parts):
         return "the same on all"
@@ -80,7 +81,6 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (description, tensor like `want`) for each way in which the ranks' `parts` may be tokens of flattened rows.
-
     OPT flattens its activations to [rows * tokens, ...]; each rank then holds some tokens of every row.
     """
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0

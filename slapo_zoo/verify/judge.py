@@ -109,10 +109,9 @@ def compare_dropout(into: Comparison, trial: Trial) -> None:
 
 
 def tolerance_of(case: Case) -> Tolerance:
-    """Run the plain model; return its result and the allowed error of a scheduled model, as a Tolerance.
-
-    This error is a fixed share of each value if both models run in one dtype. Else it is measured on plain runs in the
-    scheduled model's dtype, which differ in the order of rows and in the attention code.
+    """Run the plain model; return its result and the allowed error of a scheduled model, as a Tolerance. This error is
+    a fixed share of each value if both models run in one dtype. Else it is measured on plain runs in the scheduled
+    model's dtype, which differ in the order of rows and in the attention code.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])
@@ -187,9 +186,8 @@ def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
 def scheduled(
     trial: Trial, dtype: torch.dtype, save: Path | None = None, shake: int | None = None
 ) -> RankResult:
-    """Run the scheduled model on this rank without dropout: a forward and, with labels, a training step.
-
-    All ranks of the mesh call this function together; each gets its own result.
+    """Run the scheduled model on this rank without dropout: a forward and, with labels, a training step. All ranks of
+    the mesh call this function together; each gets its own result.
 
     Args:
         trial: the test case, the schedule and the mesh.
@@ -213,9 +211,9 @@ def scheduled(
 
 
 def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankResult:
-    """Run a training step with dropout on this rank; return loss and gradients. All ranks call it together.
-
-    `shake` is the seed of noise of about one unit in the last place, added to all parameters; None adds none.
+    """Run a training step with dropout of `trial` (a schedule on a mesh, and its batch) in `dtype`; return a result
+    with loss and gradients. All ranks call it together. `shake` is the seed of noise of about one unit in the last
+    place, added to all parameters; None adds none.
     """
     model = shaken(load(trial, trial.case.changes(dropped=True), dtype), shake)
     result = RankResult.on(model.mesh)
@@ -228,8 +226,8 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
-    """Return a result whose `events` are tensors that enter and leave this rank's modules in a training step (without
-    labels: in a forward); without dropout unless `with_dropout`. All ranks call it together.
+    """Run a training step (without labels: a forward) of `trial`, a schedule on a mesh, in `dtype`; return a result
+    with only `events`, the tensors that enter and leave this rank's modules. All ranks call it together.
     """
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:
@@ -276,7 +274,9 @@ def _train(
 
 
 def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
-    """Run forward and backward of this rank's rows of `whole` (batch of all dp ranks); return the mean loss of `whole`."""
+    """Run forward and backward on this rank's rows of `whole`, the batch of all dp ranks; gradients stay in `.grad`.
+    Return the mean loss of `whole`, the same on all ranks. `trial` has the schedule and number of micro-batches.
+    """
     parts, truth = trial.micro_batches(model._slapo.table), trial.case.truth
     loss = mean_sine if truth is not None and "loss" not in truth.outputs else None
     pipeline = model._slapo.pipeline
@@ -287,14 +287,13 @@ def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
 
 
 def mean_sine(output: Any, _batch: Any = None) -> Any:
-    """Return, as loss_fn for a class without a loss, the sum of the outputs' mean sines; None if none has a graph."""
+    """Return the sum of mean(sin(x)) over outputs x that need gradients, a loss for classes without one; None: no x."""
     values = output.values() if hasattr(output, "values") else output
     return sum(x.sin().mean() for x in values if isinstance(x, Tensor) and x.requires_grad) or None
 
 
 def on_mesh(run: Callable[..., T], trial: Trial, *arguments: Any) -> list[T]:
     """Call `run(trial, *arguments)` on every rank; return all results. A trial is a test case, a schedule and a mesh.
-
     The ranks are those of the process group; if there is none, threads of this process.
     """
     with _without_warnings():
@@ -347,9 +346,8 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def shaken(model: Any, seed: int | None) -> Any:
-    """Add noise of about one unit in the last place to every parameter, in place; return the model.
-
-    The results then differ from those without noise by as much as rounding alone can. `seed` None adds no noise.
+    """Add noise of about one unit in the last place to every parameter, in place; return the model. The results then
+    differ from those without noise by as much as rounding alone can. `seed` None adds no noise.
     """
     if seed is None:
         return model
@@ -371,9 +369,8 @@ def untied(model: Any) -> list[str]:
 def files(
     into: Comparison, folder: Path, cls: Any, batch: Mapping[str, Tensor], result: RankResult
 ) -> None:
-    """Check that plain `transformers` loads the weights in `folder` bit for bit, and they are finite; run its forward.
-
-    `result` holds the weights that were saved, `batch` is the input of the forward; the outcome is recorded in `into`.
+    """Add to `into` a finding if plain `transformers` cannot load the weights in `folder` or run a forward on `batch`
+    with them, if they differ from the weights in `result` by a bit, or if a file holds NaN or infinity.
     """
     saved = {}
     try:

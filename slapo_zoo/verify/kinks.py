@@ -11,11 +11,10 @@ CHECKS = {"gradients", "optimizer step", "dropout"}
 
 
 def drop_kinks(into: Any, check: Callable[[Any, Any], None], run: Callable[[int], Any]) -> None:
-    """Drop all differences from `into` if they are small (at most 0.1 of the largest gradient) and one of 8 more runs,
-    each with noise of one ulp in all weights, has none.
-
-    An input of a ReLU that is 1e-8 in the plain model can round to -1e-8 in the sharded one, which is no mistake, while
-    a wrong schedule differs in every run. Nothing is run if ranks are processes, which may not all see a difference.
+    """Delete all differences in `into` if they are small (at most 0.1 of the largest gradient) and one of up to 8 more
+    runs, each with noise of one ulp in all weights, has none. An input of a ReLU that is 1e-8 in the plain model can
+    round to -1e-8 in the sharded one, which is no mistake, while a wrong schedule differs in every run. If ranks are
+    processes, nothing is done, since some ranks may have found no difference.
 
     Args:
         into: Comparison with the differences of the first run.

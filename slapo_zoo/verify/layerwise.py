@@ -35,9 +35,8 @@ def verify_layers(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", seed: int = 0, **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Compare a sharded with the plain model, LAYERS_AT_ONCE (2) layers at a time, up to the first that are wrong.
-
-    The paths in the report carry the layer numbers of the given model.
+    """Compare a sharded with the plain model, LAYERS_AT_ONCE (2) layers at a time, up to the first that are wrong. The
+    paths in the report carry the layer numbers of the given model.
 
     Args:
         config: a config of `transformers`.
@@ -101,8 +100,8 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Yield the first layer number of each group of LAYERS_AT_ONCE (2) layers that differs from all earlier groups, in
-    its config or in its directives (`shard`, ... of `outline`, renumbered by `numbers`).
+    """Yield the number of the first layer of each group of 2 layers (LAYERS_AT_ONCE) that has other config values per
+    layer, or other directives (`shard`, ...) in the schedule of `outline`, than all groups before.
     """
     counts = layer_fields(config).values()
     if not counts:
@@ -129,8 +128,8 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """Return `steps`, the model's directives (`shard`, ...), for a model with only the few layers from `start` on.
-        Directives of other layers are left out; block numbers are renumbered.
+        """Return those of `steps`, the model's directives (`shard`, ...), that change layers `start` and `start` + 1
+        (as blocks 0 and 1) or modules outside of blocks, for a model that has only these two layers.
         """
         if self._shared:
             return list(steps)
@@ -147,7 +146,7 @@ class _Numbers:
         return found
 
     def as_named(self, report: Report, start: int) -> Report:
-        """Return a copy of `report`, made of the layers from number `start` on, with full-model block numbers."""
+        """Return a copy of a report on layers `start` and `start` + 1, with the full model's block numbers in paths."""
 
         def named(path: str) -> str:
             number = None if self._shared else self._number(path)

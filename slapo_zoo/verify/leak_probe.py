@@ -36,13 +36,13 @@ CUT = {"cp": 2}
 
 @dataclass(frozen=True)
 class Seen:
-    """Results of the plain model, or of one cp rank of the model whose tokens cp shards.
+    """Results of the plain model, or of one cp rank of a sharded model; S: tokens of a row, on a cp rank its own ones.
 
     Args:
-        logits: output [rows, S tokens, ..] of the perturbed rows (copies of a row with one token changed).
+        logits: output [rows, S, ..] for copies of one row that differ in one token each (`Rows.perturbed`).
         modules: path of a module --> its first output [rows, S, ..], in the order in which modules end.
-        losses: kind of rows (a key of `Rows.trained`) --> loss of a training step.
-        grads: the same key --> parameter --> gradient, unsharded, summed over cp; empty where the logits were wrong.
+        losses: kind of batch (a key of `Rows.trained`) --> loss of a training step; empty where logits were wrong.
+        grads: kind of batch --> {parameter: its unsharded gradient, summed over cp}; empty where logits were wrong.
     """
 
     logits: Tensor
@@ -66,11 +66,10 @@ class Rows:
 
 
 def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) -> str:
-    """Return how a cp rank has to get the position ids of its tokens, so that the tiny model of `case`, sharded by the
-    rules of `table`, computes what the plain model does.
-
-    The value is one for `Table.cut_tokens`: "counted" (0, 1, ...), "counted by mask", "counted real" (without padding),
-    "placed" (by an embedding), "relative" (in a bias), "none". `way` is the loader's cp_attention, e.g. "gather".
+    """Return how a cp rank has to get its tokens' positions in the row so that the tiny model of `case`, sharded by the
+    rules of `table`, computes what the plain model does; a value for `Table.cut_tokens`. "counted" makes position_ids
+    0, 1, ...; "counted by mask" and "counted real" do so without padding; with "placed" an embedding gets the offset,
+    with "relative" a bias does, with "none" nothing does. `way` is the loader's cp_attention, e.g. "gather".
 
     Raises:
         ArchitectureError: no value is right; the error tells why the value that passed most checks failed.
@@ -104,10 +103,9 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 
 
 def _candidates(case: Case) -> list[str]:
-    """Return the ways that the model class allows to give a cp rank's tokens their positions in the whole row.
-
-    They are "counted" and other names in POSITIONS (ways to make `position_ids`), "placed" (an embedding that counts
-    the tokens itself gets the offset), "relative" (a bias by distance) and "none" (the model has no positions).
+    """Return the ways that the model class allows to give a cp rank's tokens their positions in the whole row:
+    "counted", "counted by mask" and "counted real" if its forward takes `position_ids`, "placed" if an embedding counts
+    the tokens itself, only "relative" if a bias depends on distances, only "none" if it has no positions.
     """
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
@@ -120,9 +118,8 @@ def _candidates(case: Case) -> list[str]:
 
 
 def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
-    """Return {kind of rows: batch}: "padded", "bare" (without a mask) and "uneven" (of a length that cp does not divide).
-
-    If position ids mark the sequences of a row, there are "packed" rows too (of an even length for an encoder).
+    """Return {kind: batch}: "padded", "bare" (without a mask), "uneven" (of a length that cp does not divide) and, if
+    the class shifts labels and takes position_ids, "packed" (two sequences per row, position_ids restart).
     """
     uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}
@@ -133,7 +130,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def _training_difference(case: Case, plain: Seen, found: Seen) -> str:
-    """Compare losses and gradients of `found` with `plain`; return the first that is off by a share > 1e-4, or ""."""
+    """Return, as text, the first loss that differs by > 1e-4 of it, or gradient by > 1e-4 of the largest; "": none."""
     tied = case.truth.tied if case.truth else {}
     for kind, want in plain.losses.items():
         loss, grads = found.losses[kind], plain.grads[kind]
@@ -191,8 +188,8 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 
 def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
-    """Run the model on this cp rank: a forward on the perturbed rows, then training steps; return the results of both.
-    The training steps are left out if the logits of a cp rank differ from `plain`, those of the plain model.
+    """Run a forward on `rows.perturbed` on this cp rank, then a training step per batch of `rows.trained`; return all
+    results. No step is run if, on any cp rank, the logits are not `plain`, the plain model's logits, up to rounding.
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)
@@ -211,7 +208,7 @@ def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
 
 
 def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
-    """Set `model` to eval mode and call `forward(**batch)`, which runs it; return logits and each module's output."""
+    """Run `forward(**batch)` of `model`, set to eval mode; return its logits and {path of a module: first output}."""
     seen: dict[str, Tensor] = {}
 
     def note(path: str, output: Any) -> None:
@@ -234,8 +231,8 @@ def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any
 
 
 def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
-    """Compare the logits of all cp `ranks` with the `plain` model's: the positions whose logits a changed token alters,
-    and the values; return the first difference as text, or "" for none.
+    """Compare the logits of all cp ranks with the plain model's for rows that differ in one token: the positions that
+    this token alters, then the values up to rounding. Return the first difference as text, or "" for none.
     """
     found = torch.cat([seen.logits for seen in ranks], 1)
     if found.shape != plain.logits.shape:
@@ -259,7 +256,6 @@ def _equal(found: Tensor, want: Tensor) -> bool:
 
 def reached(logits: Tensor) -> Tensor:
     """Return [changes, S]: 1 where a changed token alters the logits of a position, -1 if not, 0 if rounding hides it.
-
     `logits` [1 + changes, S, ..] are those of a row, then of its copies with one changed token each.
     """
     apart = (logits[1:] - logits[:1]).abs().flatten(2).amax(-1) / logits.abs().max()

@@ -16,17 +16,17 @@ NAMED = 8  # directives
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a verification: verdict, findings and the first module that differs.
+    """The outcome of a verification; its verdict `ok` is True if there are neither findings nor an error.
 
     Args:
         model: class of the model.
         mesh: sizes of tp, pp and dp, and of cp if it is used.
         config: how the verified model was made: "given", "shrunken", or "layer by layer".
-        checks: check --> number of comparisons ("compared") and largest error divided by the allowed one
-            ("worst"); or "unmeasured" for a check that could not be made.
+        checks: check --> number of comparisons ("compared") and largest error divided by the allowed one ("worst"); or
+            "unmeasured" for a check that could not be made.
         findings: the differences that were found.
-        divergence: the first module that differs, or None.
-        directives: (path, source text) of directives (`shard`, ...) at `divergence.suspects`, likeliest cause first.
+        divergence: the first module that differs, with the modules that can have caused it (`suspects`); or None.
+        directives: (path, "sch[pattern].directive") for directives (`shard`, ...) at suspects, likeliest cause first.
         error: text of the exception that the schedule raised, or None.
         seed: seed of weights, batch and dropout.
         seconds: wall time.
@@ -138,7 +138,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, source text) of each directive (`shard`, ...) that changed a module of `paths`, in their order."""
+    """Return (path, text like `sch["*.fc"].shard(...)`) of each directive that changed a module, by order of `paths`."""
     found = []
     for path in paths:
         for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):

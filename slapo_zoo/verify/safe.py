@@ -26,9 +26,8 @@ def _observed(observer: Any) -> Iterator[None]:
 
 @contextmanager
 def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
-    """Return a context in which tp ranks that are about to call different collectives raise instead of hanging.
-
-    Before every collective over tp the ranks all-gather a hash of its kind, shape and dtype.
+    """Return a context in which tp ranks that are about to call different collectives raise instead of hanging. Before
+    every collective over tp the ranks all-gather a hash of its kind, shape and dtype.
 
     Args:
         mesh: mesh with this rank's coordinates.
@@ -63,7 +62,7 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
 
 @contextmanager
 def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
-    """Return a context that counts this rank's collectives over tp; at its end they are added to `counts`, by kind."""
+    """Return a context at whose end `counts` gets the number of this rank's tp collectives by kind ("all_reduce")."""
     if mesh.tp == 1:
         yield
         return

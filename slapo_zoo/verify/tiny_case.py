@@ -30,17 +30,17 @@ MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of i
 def tiny_case(
     config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4
 ) -> Case:
-    """Try tiny models of a config until plain `transformers` trains one; return it as a Case, with the run's result.
+    """Train ever larger tiny models of a config with plain `transformers` until one runs; return its Case.
 
     Args:
         config: a config of `transformers`; it is not changed.
         cls: class of the model.
         folder: folder to which the weights are written.
-        sizes: widths and layer counts to begin with; None takes the given config unshrunken.
+        sizes: bounds of the first, smallest model; None: only the model of `config` itself is tried.
         rows: rows of the batch.
 
     Returns:
-        the test case of the tiny model; its `drops` name the dropout rates of the given config.
+        the test case, with the plain run's result; `drops` has the names of the config's dropout rates, now 0.
 
     Raises:
         Exception: if no size trains: what the first one raised, or ArithmeticError for a value that is not finite.
@@ -64,7 +64,7 @@ def tiny_case(
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Write a tiny model with heads for `tp` ranks and attention windows <= 6 tokens to `folder`; return its Case."""
+    """Write a tiny model, whose heads `tp` divides and windows are <= 6 tokens, to `folder`; return it as a Case."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
     near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
     for like, sizes in ((near, small), (config, small), (config, whole)):
@@ -91,10 +91,9 @@ def _kinds(config: Any, cls: Any) -> set[tuple[str, type]]:
 
 
 def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
-    """Make the test case of the small config `given`: write random weights to `folder`, and run the plain model twice.
-
-    A forward with the dropout of `given` is observed. A run without dropout is what sharded runs are compared with.
-    With `padded` the rows of text have different lengths.
+    """Make the test case of the small config `given` for class `cls`, with a batch of `rows` rows: write random weights
+    to `folder`, record module calls of a forward with the config's dropout (`seen`), and run a training step without
+    dropout (`truth`), with which sharded runs are compared. With `padded` the rows of text have different lengths.
     """
     small = copy.deepcopy(given)
     zeroed = (name for name in without_dropout(small) if hasattr(small, name))

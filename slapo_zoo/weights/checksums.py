@@ -68,7 +68,7 @@ def _of_body(body: Mapping[str, Any]) -> int:
 
 
 def save_id(sums: Mapping[str, int], stamp: str) -> str:
-    """Return the id of a save: a digest of `sums` (tensor --> CRC-32) and of `stamp`, a text for what is no tensor."""
+    """Return the id of a save: a digest of `sums` (tensor --> CRC-32) and `stamp`, the training state as JSON or ""."""
     return digest(json.dumps([sorted(sums.items()), stamp]))[:32]
 
 

@@ -54,13 +54,8 @@ def linear(piece: "memoryview | bytes") -> int:
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return the linear part (see `linear`) of the CRC-32 of rows that lie `stride` bytes apart with zeros between them.
-
-    Args:
-        piece: bytes of the rows, one after the other.
-        rows: number of rows.
-        chunk: bytes of one row.
-        stride: bytes from the start of one row to the start of the next.
+    """Return the CRC-32, XOR that of as many zero bytes, of rows that lie `stride` bytes apart (from start to start),
+    with zeros between them, none at the end. `piece` has the rows' bytes without gaps, `chunk` bytes for each row.
     """
     if rows == 1:
         return linear(piece[:chunk])
@@ -87,7 +82,9 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
 
 
 def combined(sums: Sequence[int], size: int) -> int:
-    """Return the CRC-32 of a tensor of `size` bytes; `sums` has the linear part (see `linear`) that each rank's bytes add."""
+    """Return the CRC-32 of a tensor of `size` bytes: that of as many zero bytes, XOR all `sums`. Each of these, in any
+    order, is what one rank's bytes, at their place among zeros, change in the CRC-32 of zeros.
+    """
     total = 0
     for one in sums:
         total ^= one

@@ -36,7 +36,6 @@ def fill_from_folder(
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
     """Allocate this rank's tensors and read its slices from a checkpoint; return a record: bytes, seconds, names, ...
-
     Weights that the checkpoint lacks are initialised with random values.
 
     Args:
@@ -103,7 +102,6 @@ def fill_from_config(
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
     """Allocate this rank's tensors and initialise every weight with random values; return a record: bytes, seconds, ...
-
     The unsharded weights are equal on every mesh. `model` is on meta and sharded as `plan` says, `skeleton` returns it
     unsharded, `units` are the paths of blocks, embeddings and heads, `over_dp` gives this rank's rows under ZeRO.
     """
@@ -199,12 +197,10 @@ def _draw(
 def _refuse_foreign(
     names: NameMap, units: Sequence[str], folder: CheckpointFolder, prefix: str
 ) -> None:
-    """Raise WeightsError if missing or unexpected keys (in `names`) show that `folder` is for another architecture or size.
-
-    A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
-    surplus block, or part of a block or embedding, is an error.
-
-    `prefix` is the attribute that holds the base model ("transformer"), `units` the paths of blocks, embeddings, heads.
+    """Raise WeightsError if missing or unexpected keys (in `names`) show that `folder` is for another architecture or
+    size. A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
+    surplus block, or part of a block or embedding, is an error. `prefix` is the attribute that holds the base model
+    ("transformer"), `units` the paths of blocks, embeddings, heads.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
@@ -241,8 +237,8 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return a copy of `names`, the match of model tensors with checkpoint keys, in which a tensor counts as missing if
-    its shape in the file differs from that in `expected`. `key_of` maps keys, renamed as in the model, to file keys.
+    """Return a copy of `names` in which tensors whose shape in the files is not that in `expected` move from `source`
+    (name in the model --> key, spelled as in the model) to `missing`. `key_of` maps these keys to the files' own.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
@@ -254,7 +250,6 @@ def _refuse_untied(
     doubles: Sequence[tuple[str, ...]], folder: CheckpointFolder, mesh: Mesh
 ) -> None:
     """Raise WeightsError when a checkpoint holds different values under two keys that the config ties to one tensor.
-
     `doubles` are groups of keys, one group per tied tensor. Rank 0 compares the values; all ranks raise the error.
     """
 

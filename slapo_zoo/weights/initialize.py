@@ -20,10 +20,9 @@ def initialize_weights(
     seed: int,
     put: Callable[[str, Tensor], None],
 ) -> None:
-    """Draw new values of unsharded tensors, one unit (block, embedding, head) at a time, and pass each to `put`.
-
-    Every unit has its own random generator, so values depend neither on the mesh nor on which units a rank
-    needs. Peak memory is one unit.
+    """Draw new values of unsharded tensors, one unit (block, embedding, head) at a time, and pass each to `put`. Every
+    unit has its own random generator, so values depend neither on the mesh nor on which units a rank needs. Peak memory
+    is one unit.
 
     Args:
         skeleton: unscheduled model on meta.
@@ -111,9 +110,8 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def _set_by_parent(model: Any, name: str) -> None:
-    """Call `_init_weights` for modules around a NaN buffer, innermost first, until one sets it (Falcon-H1's scales).
-
-    `name` is the name of the buffer in the model; a buffer that no call sets stays NaN.
+    """Set the buffer `name`, which is NaN because nothing initialized it, by `_init_weights` of the parent of its
+    module, then of the grandparent and so on, until one sets it (as in Falcon-H1). It stays NaN if none does.
     """
     path = name.rpartition(".")[0]
     while path and model.get_buffer(name).isnan().any():

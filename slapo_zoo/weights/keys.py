@@ -42,12 +42,13 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Piece(Generic[S]):
-    """One of the file tensors that make up a model tensor: part `part` of axis 1 at index `number` of axis 0.
+    """One of the file tensors that make up a model tensor, e.g. expert 5's up_proj in experts.gate_up_proj [E, 2 F, D],
+    with `number` 5 and `part` 1; or k in qkv [3 D, D], with `number` None and `part` 1.
 
     Args:
         spec: name, shape and placement of the piece; the name is in the spelling of the model, not of the files.
-        number: global index on axis 0 (the expert); None when the parts lie along axis 0 itself.
-        part: index among the equal parts.
+        number: global index on axis 0 (the expert); None if the model tensor is cut along axis 0.
+        part: index among equal slices of axis 1, or of axis 0 if `number` is None.
     """
 
     spec: S
@@ -55,7 +56,7 @@ class Piece(Generic[S]):
     part: int
 
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """Return the view of this piece in `tensor`, this rank's shard of the model tensor; empty if other ranks hold it all."""
+        """Return the view of this piece in `tensor`, this rank's shard of the model tensor; 0 rows if it holds none."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
         rows = rows_of(tensor)  # under ZeRO, this dp rank's rows
         own = rows.first if rows else 0
@@ -82,10 +83,10 @@ class KeyMap:
     rewrite: vit.encoder.layer.0.intermediate.dense.bias <-> vit.layers.0.mlp.fc1.bias
 
     Args:
-        renames: pairs (in files, in the model), applied in order; each is a substring to replace, or a whole
-            key such as "^model.llm.layers.{}.wq.weight". A `*` on the file side stands for any layer number,
-            when all layers hold the same tensor.
-        pieces: rules for tensors that files store in pieces.
+        renames: pairs (in files, in the model), applied in order; each is a substring to replace or, after "^", a whole
+            key such as "^model.llm.layers.{}.wq.weight", with the same number for {} on both sides. A `*` on the file
+            side matches any layer number, if all layers' files hold copies of one tensor.
+        pieces: rules for model tensors that files store as several tensors, e.g. one per expert.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -120,11 +121,11 @@ class KeyMap:
         return self.renamed(self.read_specs(specs))
 
     def read_specs(self, specs: Sequence[S], found: Collection[str] = ()) -> list[S]:
-        """Return specs of tensors to read, named as in the model: one per tensor, or per piece if files store pieces.
+        """Return specs of the tensors to read, named as in the model: one per tensor, or one per piece (e.g. expert).
 
         Args:
             specs: name, shape and placement of each tensor of the model.
-            found: names in a checkpoint, renamed to the model's; a tensor among them is not split into pieces.
+            found: keys of a checkpoint, spelled as in the model; a tensor whose own name is among them is stored whole.
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
@@ -133,7 +134,7 @@ class KeyMap:
         return [piece.spec for piece in pieces] or [spec]
 
     def pieces_of(self, spec: S) -> Iterator[Piece[S]]:
-        """Yield the pieces (experts, or q, k, v) of the tensor of `spec` in files; nothing if files store it whole."""
+        """Yield the pieces (experts; q, k, v) of the tensor of `spec` in files, with specs; none if stored whole."""
         for rule in self.pieces:
             if not spec.name.endswith(rule.tensor):
                 continue
@@ -154,13 +155,13 @@ class KeyMap:
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh,
         found: Collection[str] = (),
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Return {name: this rank's tensor}; a tensor that files store in pieces is replaced by one view per piece.
+        """Return {name as in the model: this rank's tensor}; a tensor stored in pieces becomes a view per piece.
 
         Args:
             local: name --> local tensor of this rank.
             specs: name, shape and placement of each tensor of the model.
             mesh: mesh with the coordinates of this rank.
-            found: names in a checkpoint, renamed to the model's; a tensor among them is not split into pieces.
+            found: keys of a checkpoint, spelled as in the model; a tensor whose own name is among them is stored whole.
         """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}
@@ -207,7 +208,7 @@ def _parts_of_axis_0(spec: S, stem: str, rule: Pieces) -> Iterator[Piece[S]]:
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether files store the tensor `name` of the model as one, not in pieces: their keys `found`, renamed as
-    in the model, contain the name, or the name without its first part (the attribute of the base model).
+    """Return whether files store the model's tensor `name` whole, not in pieces: `found`, the files' keys already
+    spelled as in the model, has the name, or the name without its first part ("model." in files of the base model).
     """
     return name in found or name.partition(".")[2] in found

@@ -130,9 +130,8 @@ def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
 
 
 def _clear_padding(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Set the padding of a target's tensor (e.g. of the vocabulary) to 0; return (view without it, axis of `parts`).
-
-    `parts` are the slices, of the unsharded tensor in the file, that fill the target when they are concatenated.
+    """Set the padding at the end of a target's tensor (e.g. of the vocabulary) to 0; return the view without it, and
+    the axis along which `parts`, slices of the unsharded tensor in the file, have to be concatenated to fill this view.
     """
     tensor, axis = target.tensor, target.placement.axis if target.placement else 0
     if not tensor.ndim:
@@ -224,8 +223,8 @@ def read_ahead(
     order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
     source: Mapping[str, str], mesh: Mesh,
 ) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
-    """Yield (name, this rank's slices of the mapped file) for every tensor name in `order`, while the operating
-    system prefetches the next slices. `source` maps names to checkpoint keys; `order` should sort by file offset.
+    """Yield (name, this rank's slices of the tensor in the mapped files of `folder`) in `order`, which should sort by
+    file offset; the next slices are prefetched. `targets` are the tensors to fill by name, `source` maps names to keys.
     """
     waiting: deque[tuple[str, list[Tensor]]] = deque()
     asked = 0

@@ -42,11 +42,10 @@ def match_names(
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
 ) -> NameMap:
-    """Match the tensor names of a model against the keys of a checkpoint.
-
-    A key is compared unchanged, else with the base-model prefix removed or added (`h.0.ln_1.weight` <->
-    `transformer.h.0.ln_1.weight`), else in its modern spelling (`weight` for `LayerNorm.gamma`). Where several
-    keys fit a name, the first of these spellings wins, whatever their order in the file.
+    """Match the tensor names of a model against the keys of a checkpoint. A key is compared unchanged, else with the
+    base-model prefix removed or added (`h.0.ln_1.weight` <-> `transformer.h.0.ln_1.weight`), else in its modern
+    spelling (`weight` for `LayerNorm.gamma`). Where several keys fit a name, the first of these spellings wins,
+    whatever their order in the file.
 
     Args:
         expected: tensor names of the whole model, before it was scheduled.
@@ -80,7 +79,7 @@ def match_names(
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:
-    """Yield the tensor names that a key may stand for, likeliest first; `prefix` is the base model's attribute, or ""."""
+    """Yield `key`; then without, then with `prefix` (of the base model); then these with ".gamma" respelled."""
     modern = key
     for pattern, replacement in LEGACY:
         modern = re.sub(pattern, replacement, modern)

@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 class Several:
-    """Several optimizers (e.g. Muon for matrices, AdamW for the rest), or schedulers, that a checkpoint saves as one."""
+    """Optimizers (e.g. Muon for matrices, AdamW for the rest), or schedulers; a checkpoint saves `each` as one."""
 
     def __init__(self, each: Sequence[Any]):
         self.each = list(each)
@@ -44,11 +44,11 @@ class Several:
             one.state.update({p: kept for p, kept in self.state.items() if p in own})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {index as text: state_dict} of several schedulers; not for optimizers, which `collect` saves."""
+        """Return {index as text: state_dict} of the schedulers; optimizers' state is saved by `collect` instead."""
         return {str(i): one.state_dict() for i, one in enumerate(self.each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each scheduler its entry of `state`, a result of `state_dict`; for optimizers there is `give_state`."""
+        """Load `state[str(i)]`, from `state_dict`, into scheduler i; optimizers' state is set by `give_state`."""
         for i, one in enumerate(self.each):
             one.load_state_dict(state[str(i)])
 
@@ -63,10 +63,11 @@ def _class_of(optimizer: Any) -> str:
 
 
 def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str, Tensor]]:
-    """Return this rank's optimizer as (JSON record with "class", "groups" and "state", state tensors by name in files).
+    """Return this rank's optimizer as (record for JSON, {"<parameter>.<key>": state tensor}); no communication. The
+    record is {"class": text, "groups": [{"names": [...], "options": {"lr": ...}}], "state": {parameter: {key: value}}}.
 
     Args:
-        optimizer: a torch optimizer, or `Several`.
+        optimizer: a torch optimizer, or `Several`, a list of them that is saved as one.
         names: `id(parameter)` --> its name in the checkpoint.
     """
     groups, state, tensors = [], {}, {}
@@ -91,10 +92,9 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
 def _state_json(
     name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor], kind: str
 ) -> Any:
-    """Return the JSON form of the optimizer state `remembered` (key --> value) of parameter p, called `name`.
-
-    State tensors of the shape of p are added to `tensors` under "<name>.<key>" instead, and those of other shapes if
-    `kind`, the class of the optimizer, is Adafactor.
+    """Return {key: JSON form of the value} for the optimizer state `remembered` of parameter p, called `name`. A tensor
+    of p's shape, or any of several elements if `kind`, the optimizer's class, is Adafactor, is added to `tensors` under
+    "<name>.<key>", and its JSON form is {"$like": dtype}, with "shape" if that differs. Others raise WeightsError.
     """
     record = {}
     for key, value in remembered.items():
@@ -113,7 +113,7 @@ def _state_json(
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """Merge records of `collect` on all pipeline stages, each parameter once; WeightsError if options differ."""
+    """Merge the JSON records of all pipeline stages' optimizers; WeightsError if class or options (lr, ...) differ."""
     first = records[0]
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
@@ -137,8 +137,8 @@ def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorS
 
 
 def _form(spec: TensorSpec, kept: Mapping[str, Any]) -> tuple[tuple[int, ...], str, Any]:
-    """Return (unsharded shape, dtype, placement) of a state tensor of the parameter `spec`. `kept` is the tensor's JSON
-    form: {"$like": dtype}, and an entry "shape" if the tensor has another shape than the parameter.
+    """Return (unsharded shape, dtype, placement) of a state tensor of the parameter `spec`. `kept`, its JSON form, is
+    {"$like": dtype}, and "shape" if it has another shape than the parameter; its placement is None (replicated) then.
     """
     like = "shape" not in kept
     return tuple(kept.get("shape", spec.shape)), kept["$like"], spec.placement if like else None
@@ -190,11 +190,11 @@ def _is_dtype(kept: Mapping[str, Any]) -> bool:
 
 
 class Restored:
-    """Saved optimizer state, prepared for this rank's optimizer; `apply` alone changes the optimizer.
+    """Saved optimizer state for this rank's optimizer: the caller reads `targets` from the files, then calls `apply`.
 
     Args:
         optimizer: optimizer of the same class and groups as the saved one.
-        record: JSON record of all stages, made by `merge`.
+        record: JSON record of all pipeline stages' optimizers, made by `merge`.
         names: `id(parameter)` --> its name in the checkpoint.
         specs: name in the checkpoint --> shape and placement of this parameter of the model.
         mesh: mesh with the coordinates of this rank.
@@ -202,7 +202,7 @@ class Restored:
             parameter has now, as torch's optimizers need.
 
     Attributes:
-        targets: name in the files --> tensor to fill before `apply`.
+        targets: name in the files --> state tensor, empty until it is read.
     """
 
     def __init__(
@@ -231,8 +231,9 @@ class Restored:
             raise WeightsError(LOAD, min(unused), problem, SAME_GROUPS)
 
     def _prepare(self, name: str, p: Tensor, spec: TensorSpec, on_device: bool) -> dict[str, Any]:
-        """Return the saved state of parameter `p`, with empty tensors that are added to `targets`; `spec` has the shape
-        of `p`. If `on_device`, numbers (the step) go to the device of `p`: fused and capturable optimizers need that.
+        """Return {key: value}, the saved state of parameter `p`; its tensors are empty and added to `targets` as
+        "<name>.<key>". `spec` has the shape of `p`. If `on_device`, a saved step moves to the device of `p`: fused
+        optimizers need it.
         """
         state = {}
         for key, kept in self.record["state"][name].items():
@@ -254,7 +255,7 @@ class Restored:
         return state
 
     def apply(self) -> None:
-        """Put the saved options (lr, betas, ...) and state into the optimizer; the tensors of `targets` must be filled."""
+        """Put the saved options (lr, ...) and state into the optimizer, after `targets` were read from the files."""
         for group, saved in zip(self.optimizer.param_groups, self.record["groups"], strict=True):
             for name, value in decode(saved["options"]).items():
                 own = group.get(name)  # a tensor stays: a captured or compiled step reads it
@@ -265,7 +266,6 @@ class Restored:
 
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Raise WeightsError unless saved `options` (lr, ...) of a parameter group fit `group`, a group of the optimizer.
-
     Each saved option, except a scheduler's (initial_lr), must be in `group` with the same kind of value, and be finite.
     """
     for name, value in options.items():

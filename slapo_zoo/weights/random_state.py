@@ -28,9 +28,8 @@ def states_here(device: torch.device) -> dict[str, str]:
 
 
 def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """Return the generator states of all ranks as JSON, equal states once.
-
-    The form is {"cpu": {"states": [...], "of_rank": [0, 0, 1, 1]}}: `of_rank` has each rank's index in `states`.
+    """Return the generator states of all ranks as JSON, equal states once. The form is {"cpu": {"states": [...],
+    "of_rank": [0, 0, 1, 1]}}: `of_rank` has each rank's index in `states`.
     """
     packed = {}
     for kind in by_rank[0]:
@@ -72,10 +71,9 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
 
 
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
-    """Set this rank's random generators to the states saved for it in `packed`, if `mesh` equals the mesh `saved`.
-
-    On another mesh, all ranks of data-parallel replica i take the states of the first rank of saved replica i (modulo
-    their number), so that tp and cp peers draw the same numbers.
+    """Set this rank's random generators to the states saved for it in `packed` (kind such as "cuda" --> states of all
+    ranks), if `mesh` equals the mesh `saved`. On another mesh, all ranks of data-parallel replica i take the states of
+    the first rank of saved replica i % saved.dp, so that tp and cp peers draw the same numbers.
     """
     first = saved.at(tp=0, pp=0, cp=0, dp=mesh.coord("batch") % saved.dp)
     rank = mesh.rank if saved.sizes == sizes_of(mesh) else first

@@ -32,7 +32,7 @@ from slapo_zoo.weights.training_state import write_state
 
 @dataclass(frozen=True)
 class Unread:
-    """Placeholder of a tensor of a checkpoint, which is read and converted only when it is written."""
+    """Placeholder of a tensor to be saved: only `detach` reads it from a checkpoint and converts it, by `read`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,9 +47,8 @@ def reshard(
     source: Path, target: Path, max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None, allow_pickle: bool = False,
 ) -> None:  # fmt: skip
-    """Rewrite the checkpoint of a folder into another folder, or in place.
-
-    The target appears or changes by one rename; files that are not weights are copied, too.
+    """Rewrite the checkpoint of a folder into another folder, or in place. The target appears or changes by one rename;
+    files that are not weights are copied, too.
 
     Args:
         source: checkpoint folder, also of `save_checkpoint`.

@@ -53,23 +53,22 @@ def save_folder(
 
     rewrite:  w_r [..., local_size(size, n, r), ...] on rank r of n  -->  w [..., size, ...] in the file
 
-    A failure on one rank raises on all ranks and leaves the old folder unchanged. Files of the old folder that
-    are not weights, or weights under another `stem`, are kept, unless `write_extras` wrote new ones.
+    A failure on one rank raises on all ranks and leaves the old folder unchanged. Files of the old folder that are not
+    weights, or weights under another `stem`, are kept, unless `write_extras` wrote new ones.
 
     Args:
         folder: target folder, on a file system that all ranks share; rank 0 decides where it is.
         specs: name, unsharded shape, dtype, placement and pipeline stage of each tensor of the whole model, in
             state-dict order; the same on every rank.
-        local: this rank's tensors by name, at least those of its stage, in the dtype that `specs` says.
+        local: this rank's tensors by name, also for `beside`; at least those of its stage, in the dtype of their specs.
         mesh: mesh with the coordinates of this rank.
         write_extras: called on rank 0 with the temporary folder and the save's id; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
         beside: beginning of further files' names --> specs of the tensors in those files: {"optimizer": specs}.
         stem: beginning of the file names for `specs`.
-        stamp: text that identifies the content of `write_extras`, for the id of the save that every file
-            carries (see checksums.py).
-        rows: name --> which rows of this rank's tp shard its local tensor has under ZeRO; None without ZeRO.
+        stamp: text that, with the checksums of all tensors, determines the id of the save: training state as JSON.
+        rows: name --> which rows of this rank's tp shard its local tensor has under ZeRO, None: all; None without ZeRO.
         check_finite: raise when NaN or infinite weights would replace an older checkpoint.
     """
     save = _Save(Path(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
@@ -96,8 +95,9 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 def _replaced_by(stem: str) -> re.Pattern[str]:
-    """Return the pattern of the files that a save replaces if its weight files begin with `stem`: for "model" weights,
-    optimizer, training state and checksums, for "model.fp16" (a variant) only this variant's weights and checksums.
+    """Return the pattern of names of files that a save of weight files "<stem>..." replaces: for "model" weights,
+    optimizer, training state and checksums; for another stem, e.g. the variant "model.fp16", only its weights and
+    checksums.
     """
     index = re.escape(index_name(stem))
     own = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors|{index}|checksums\.json")
@@ -105,7 +105,7 @@ def _replaced_by(stem: str) -> re.Pattern[str]:
 
 
 class _Save:
-    """Steps of one save on one rank, and the data that the steps share; only rank 0 creates folders and files."""
+    """One save on one rank: all ranks call prepare, create, write and finish; only rank 0 makes folders and files."""
 
     def __init__(
         self, target: Path, sets: Mapping[str, Sequence[TensorSpec]], local: Mapping[str, Tensor],
@@ -117,7 +117,7 @@ class _Save:
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
-        """Plan the files, check shape, dtype and NaN of local tensors; return a digest of the plan, to compare."""
+        """Plan files and check local tensors (WeightsError: shape, dtype, NaN); return a digest, to compare ranks."""
         self.target = _resolved(self.target)
         self.staging = Staging(self.target, replaced=self.replaced)
         for stem, specs in self.sets.items():
@@ -153,8 +153,9 @@ class _Save:
             )
 
     def finish(self, written: Sequence[Written], stamp: str, write_extras: WriteExtras) -> None:
-        """Complete the save on rank 0: write index, config etc. (`write_extras`), checksums; reread headers; publish
-        the folder. `written`: bytes and checksums of each rank; the save's id depends on the text `stamp` too.
+        """Complete the save on rank 0: put the save's id (digest of the checksums in `written`, one per rank, and of
+        the text `stamp`) into the files, write index and checksums, call `write_extras`, rename the folder to its
+        target.
         """
         if self.mesh.rank != 0:
             return
@@ -242,9 +243,8 @@ def require_finite(target: Path, local: Mapping[str, Tensor]) -> None:
 def _check_spec(
     spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
 ) -> None:
-    """Raise WeightsError if this rank has to write a tensor but lacks it, or has it in another shape or dtype.
-
-    `rows` are the rows of the tensor that this rank holds under ZeRO, else None.
+    """Raise WeightsError if this rank has to write a tensor but lacks it, or has it in another shape or dtype. `rows`
+    are the rows of the tensor that this rank holds under ZeRO, else None.
     """
     if not 0 <= spec.stage < mesh.pp:
         problem = f"its pipeline stage is {spec.stage}, expected 0..{mesh.pp - 1}"

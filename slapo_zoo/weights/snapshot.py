@@ -50,7 +50,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
 
 
 def is_missing(folder: Path) -> bool:
-    """Return whether a folder is missing after a short wait; if a killed save moved the folder away, move it back first."""
+    """Return whether a folder is still missing after a killed save's moved folder was moved back, and a short wait."""
     if not folder.is_dir():
         bring_back(folder)
         time.sleep(PAUSE_S)
@@ -69,7 +69,8 @@ def read_by_all(
     mesh: Mesh, what: str, folder: Path, read: Callable[[], T], identity: Callable[[T], str],
     close: Callable[[T], None],
 ) -> T:  # fmt: skip
-    """Read a folder on every rank, and retry until all ranks have read the same save; a collective call.
+    """Return what `read` returns here, retried until all ranks have read the same save; a collective call. WeightsError
+    is raised if ranks differ in every one of 20 tries (TRIES).
 
     Args:
         mesh: mesh of all ranks.
@@ -77,7 +78,7 @@ def read_by_all(
         folder: folder on a file system that all ranks share, or a copy of it on each.
         read: opens every file that it will need, and returns e.g. an object that holds the open files.
         identity: returns, for a result of `read`, a text that is equal for files of the same save.
-        close: closes a result of `read`.
+        close: closes a result of `read` that is not returned.
     """
     mine: list[T] = []
     found: list[str] = []

@@ -28,8 +28,8 @@ class Staging:
 
     Args:
         target: absolute path of the folder to be published.
-        mark: name of a file; an older folder at `target` is replaced only if it contains this file and is no folder of
-            a model. None: only the folder of a model is replaced.
+        mark: name of a file that an older folder at `target` must contain, which may hold no model; None: it must hold
+            a model. `create` raises WeightsError otherwise.
         replaced: pattern of names of files that are dropped with the older folder; its other files are kept.
 
     Attributes:

@@ -44,17 +44,16 @@ def write_tensors(
     path: Path, slots: Mapping[str, Slot], specs: Sequence[TensorSpec], local: Mapping[str, Tensor],
     mesh: Mesh, rows: Mapping[str, Rows | None] | None = None,
 ) -> Written:  # fmt: skip
-    """Write this rank's slices into the files below `path` and flush them to disk.
-
-    At most one tensor at a time is copied (to the CPU, or to make it contiguous).
+    """Write this rank's slices into the files below `path` and flush them to disk; return their bytes, and for each
+    tensor what they add, by XOR, to its CRC-32. Only one tensor at a time is copied (to the CPU, or to be contiguous).
 
     Args:
         path: folder in which the files exist in full size.
         slots: tensor name --> file and offset.
         specs: all tensors of the model.
-        local: this rank's tensors by name.
+        local: name --> tensor of this rank, at least for the tensors that it writes.
         mesh: mesh with the coordinates of this rank.
-        rows: tensor name --> which rows of its tp shard this rank has under ZeRO; None without ZeRO.
+        rows: tensor name --> which rows of its tp shard this rank has under ZeRO, None: all; None without ZeRO.
     """
     rows = rows or {}
     held = {spec.name: shares(spec, mesh, rows.get(spec.name)) for spec in specs}
@@ -77,11 +76,12 @@ def write_tensors(
 
 
 def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share]:
-    """Return the slices of a tensor that this rank writes, [] if none; all ranks together write each element once.
+    """Return the slices of a tensor that this rank writes, as ranges of indices on the axis that a mesh dim shards; []
+    if none. A tensor that no mesh dim shards has one range: its ZeRO `rows` on axis 0, or without ZeRO 0 to 1, for the
+    whole tensor. If a mesh dim shards axis 0, `rows` (of this rank's shard) narrow the ranges.
 
     Of ranks with the same elements only the first writes: the one with coordinate 0 of the mesh dims that do not shard
-    the tensor, and of tp ranks that share indices (KV heads) the first. A tensor that no mesh dim shards is one Share
-    from 0 to 1, which means the whole tensor. Under ZeRO `rows` are this rank's rows, which restrict axis 0; else None.
+    the tensor, and of tp ranks that share indices (KV heads) the first.
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""
@@ -114,10 +114,9 @@ def _write(
     file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, held: Sequence[Share],
     own: Rows | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the slices `held`, from `shares`, of this rank's CPU `tensor`; return (number of bytes, what they add, by
-    XOR, to the CRC-32 of the unsharded tensor).
-
-    The unsharded tensor begins at byte `start` of the file. `own` are the rows of this rank under ZeRO, else None.
+    """Write the index ranges `held` (on the sharded axis, from `shares`) of this rank's CPU `tensor`, in its dtype;
+    return (number of bytes, what they add, by XOR, to the CRC-32 of the unsharded tensor). The unsharded tensor begins
+    at byte `start` of the file. `own` are the rows of axis 0 that `tensor` has under ZeRO, else None.
     """
     axis = spec.placement.axis if spec.placement else 0
     is_piece = spec.placement is None and own is None

@@ -122,11 +122,12 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
-    """Return the activation policy of each of a model's `count` blocks, from `checkpoint_ratio` and `checkpoint_policy`
-    of `options`: KEEP (save all activations), RECOMPUTE, or the name of a policy such as "save_matmuls".
+    """Return the activation policy of each of a model's `count` blocks: KEEP (save all activations), RECOMPUTE, or a
+    name such as "save_matmuls". `checkpoint_policy` of `options` lists one for each block, or is one ("": RECOMPUTE)
+    for the share `checkpoint_ratio` of blocks, spread evenly; the other blocks KEEP.
 
     Raises:
-        ArchitectureError: one policy, but no block is recomputed; a list with a ratio, or not of `count` policies.
+        ArchitectureError: one policy with a ratio of 0; a list together with a ratio, or not of length `count`.
     """
     policy, ratio = options.checkpoint_policy, options.checkpoint_ratio
     what = f"checkpoint_policy={policy!r:.60}"
@@ -179,11 +180,10 @@ def _drawing_rows(sch: Schedule) -> list[Row]:
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) needs besides those
-    of tensor parallelism, `rows`. Rules in `rows` already gather the tokens before column-parallel linears and
-    reduce-scatter them after row-parallel ones.
-
-    The returned rules shard the tokens before the first block of a list of blocks, gather them after the last one (for
-    ALBERT, around each call of its one block), and sum gradients of parameters that are replicated inside blocks.
+    of tensor parallelism, `rows`, which gather the tokens before column-parallel linears and reduce-scatter them after
+    row-parallel ones. The returned rules shard the tokens before the first block of each list in `table.blocks`, gather
+    them after the last one (ALBERT: at each call of its one shared block), and sum gradients of parameters that are
+    replicated inside blocks. The model is that of the Schedule `sch`.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -252,9 +252,9 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return, for each call of a block, embedding or head (paths: `units`) in running order, its number of weights and
-    the estimated operations of its forward. If a forward on fake tensors fails, or calls `blocks` fewer than
-    `num_stages` - 1 times, each of `units` counts as called once, with as many operations as it has weights.
+    """Return, for each call of a block, embedding or head (paths: `units`) in a forward on fake tensors, in running
+    order, its number of weights and of estimated operations. If the forward fails, or has fewer calls of `blocks` than
+    there are cuts between stages, each of `units` counts as called once, with as many operations as weights.
     """
     try:
         found = unit_costs(model, units)

@@ -120,7 +120,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def check_shared_gpu(step: str, mesh: Mesh, device: str | torch.device) -> None:
-    """Raise MeshError if pipeline stages are on GPUs and their process group is gloo, which cannot send CUDA tensors."""
+    """Raise MeshError at `step` if pipeline stages are on GPUs, but ranks use gloo, as ranks that share a GPU do."""
     on_gpu = torch.device(device).type == "cuda"
     if mesh.pp > 1 and on_gpu and dist.is_initialized() and not is_for_gpus():
         problem = f"found device={str(device)!r} with gloo, which cannot send CUDA tensors from stage to stage"
@@ -186,7 +186,7 @@ def changed_config(
 
 
 def _without_quantization(folder: Path, config: Any) -> Any:
-    """Return `config` unchanged, or raise SlapoError if it says that the weights are quantized."""
+    """Return `config`, or raise SlapoError, which names `folder`, if the config has a `quantization_config`."""
     if (found := getattr(config, "quantization_config", None)) is None:
         return config
     method = found.get("quant_method") if isinstance(found, dict) else None
