@@ -25,7 +25,7 @@ _COMPARISONS: dict[type, Callable[[int, int], bool]] = {
 
 
 class Named(int):
-    """Model size: an int with a name, e.g. "head_dim"; a published schedule stores the name instead of the number."""
+    """Model size: an int with a name, `Named.of(64, "head_dim")`; a published schedule stores `name`, not the number."""
 
     name: str = ""
 

@@ -141,8 +141,8 @@ def _check_shapes(place: str, specs: dict[str, TensorPlan], found: dict[str, Sou
 
 
 def _assign(ranks: list[RankRead], spec: TensorPlan, source: Source, mesh: Mesh) -> int:
-    """Add a tensor to the counts in `ranks` of each rank that reads some of it; return how many of its bytes at least
-    one rank reads. `source` is the tensor in the file, `spec` says how it is sharded and which stages hold it.
+    """Add a tensor to the counts in `ranks` of each rank that reads some of it. Return how many of its bytes are read;
+    bytes that several ranks read count once. `source` tells its file and size, `spec` its sharding and stages.
     """
     placement = spec.placement or Placement(0)
     size = spec.shape[placement.axis] if spec.placement else 1

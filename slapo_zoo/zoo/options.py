@@ -131,13 +131,13 @@ MESH = ("tp", "pp", "dp", "cp")  # the mesh checks its own sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options of the loader that shape a model once its mesh, config and class are known; see `from_pretrained`.
+    """Arguments of `from_pretrained` that say how a model is sharded and run; `_knob` explains all but these two.
 
     Args:
-        schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules,
-            a card (published schedule), a .json of `Schedule.to_json`, a Schedule or its directives, a function used
+        schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules, a
+            card (published schedule), a .json of `Schedule.to_json`, a Schedule or its directives, a function used
             instead of the family's rules, or `extend(function)`, which is applied after the family's rules.
-        device: device of the model, for which kernels="auto" chooses; None takes the CPU, and for a load this rank's GPU.
+        device: device of the model, for which kernels="auto" chooses. None: the CPU, or in a load this rank's GPU.
     """
 
     schedule: Any = "zoo"

@@ -40,10 +40,10 @@ class Outline:
     Args:
         config: a config of `transformers`; it is not changed.
         auto_class: auto class or model class, which selects the head; None takes the class that the config names.
-        mesh: sizes of the mesh dims, and the rank; no process group is needed.
+        mesh: sizes of the mesh dims, and the rank for which the model is scheduled; no process group is needed.
         dtype: dtype of the parameters.
-        options: arguments of `from_pretrained` that change how the model runs.
-        changes: fields of the options to override.
+        options: arguments of `from_pretrained` that change how the model runs, e.g. those of another model.
+        changes: single arguments that replace those in `options`, e.g. checkpoint_ratio=1.0.
     """
 
     def __init__(

@@ -66,9 +66,9 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
     Args:
         axis: input axis of the weight, which is sharded.
-        unit: name of the size (e.g. "head_dim") that says how many neighbouring inputs stay on one rank.
-        together: name of the number of query heads per KV head; a rank gets all query heads of a KV head, or an equal
-            part of them if there are more ranks than KV heads.
+        unit: name in `Table.dims` of the number of neighbouring inputs that stay on one rank, e.g. "head_dim"; "" is 1.
+        together: name there of the number of query heads per KV head ("" is 1); a rank gets all query heads of a KV
+            head, or an equal part of them if there are more ranks than KV heads.
         tokens: axis of the output that sequence parallelism shards; -1 leaves the tokens unsharded.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
@@ -78,18 +78,18 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
     """Return the sharding rule of an attention module: a child `core_attn` that computes softmax(q k^T) v is added, and
-    attributes that count heads or columns become those of this rank.
-
-    `num_heads` and `together` are the names in `Table.dims` of the numbers of query heads and of those per KV head.
-    `attributes`: ("num_heads", "") counts heads; ("embed_dim", "head_dim") counts columns, `head_dim` of them per head.
+    attributes become this rank's numbers. `num_heads` and `together` are the names in `Table.dims` of the numbers of
+    query heads and of query heads per KV head ("": 1). Each of `attributes` is (name of an attribute, name in
+    `Table.dims` of what it counts per head): ("num_heads", "") counts heads, ("embed_dim", "head_dim") columns.
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Return the sharding rule that sets a module's attributes to this tp rank's share. `attributes`: ("num_heads", "")
-    counts heads; ("embed_dim", "head_dim") counts columns, `head_dim` of them per head. `together` is the name in
-    `Table.dims` of the number of query heads per KV head. `kv` True: KV heads, of which each rank has at least 1.
+    """Return the sharding rule that sets a module's attributes to this tp rank's share. Each of `attributes` is (name
+    of an attribute, name in `Table.dims` of what it counts per head): ("num_heads", "") counts heads, ("embed_dim",
+    "head_dim") columns. `together` names the number of query heads per KV head ("": 1), which stay on one rank. `kv`
+    True: of KV heads.
     """
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
@@ -97,8 +97,8 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the sharding rule of an attention's `attribute` that counts query heads per KV head: it shrinks only if tp
-    exceeds the number of KV heads, since ranks then share a KV head. `kv_heads` is the name of that number.
+    """Return the sharding rule of an attention's `attribute`, the number of query heads per KV head: it is divided by
+    the number of tp ranks per KV head if that is over 1. `kv_heads` names the number of KV heads in `Table.dims`.
     """
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
@@ -118,8 +118,8 @@ def vocab_bias(linear: str) -> Rule:
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the sharding rule of an RMSNorm over all outputs (all heads) of a column-parallel linear: its weight is
-    sharded as `column` with these arguments shards the linear, and the mean of squares is taken over all tp ranks.
+    """Return the sharding rule of an RMSNorm over all heads that a linear with `column(0, unit, together=..., kv=...)`
+    makes: its weight is sharded as the linear's outputs are, and the mean of squares is taken over all tp ranks.
     """
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
@@ -178,8 +178,8 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # dropout of a tensor that all ba
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule by which F.dropout in a module's forward drops the same elements as without tp, from unsharded
-    tensors and from the output of its child module `child`, a column-parallel linear. `size` is the name of the
-    unsharded number of the linear's outputs, e.g. "ffn".
+    """Return the rule by which F.dropout in a module's forward drops the same elements as without tp. Its input, when
+    it follows a call of the child `child`, is this column-parallel linear's sharded output, which has `size` columns on
+    all ranks (a name in `Table.dims`, e.g. "ffn"); any other input is unsharded.
     """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

@@ -82,8 +82,8 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
     Args:
         config: config of the model.
-        schedule: value of `schedule=` of `from_pretrained`: a Table is returned as it is, a CardProgram's `table` for a
-            CardProgram, and the family's table for any other value.
+        schedule: value of `schedule=` of `from_pretrained`: a Table is returned as it is; for a published schedule
+            (CardProgram) its `table` is, and for any other value, a function too, the family's table.
 
     Raises:
         ArchitectureError: the family has no table.

@@ -22,7 +22,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class RankSize:
-    """Number and bytes of the parameters on the ranks of one pipeline stage and one tp coordinate."""
+    """Number and bytes of parameters per rank of pipeline stage `stage` and tp coordinate `tp_coord`, without ZeRO."""
 
     stage: int
     tp_coord: int
@@ -103,8 +103,8 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """Yield (send or all_reduce, "pp", phase, bytes) for each tensor that stages exchange in a step of one micro-batch:
-    activations and their gradients, gradients of tied weights. `calls`: module calls of a forward, with tensor shapes.
+    """Yield a Transfer (send or all_reduce, "pp", phase, bytes) for each tensor that stages exchange in a step of one
+    micro-batch, over all stages: activations, their gradients, gradients of tied weights. `calls`: calls of modules.
     """
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):

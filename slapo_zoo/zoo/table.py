@@ -24,37 +24,37 @@ from slapo_zoo.zoo.rules import Dim, Row
 
 @dataclass(frozen=True)
 class Table:
-    """Sharding rules of one model family: a row (pattern of module paths, rule) for each module that a schedule changes.
+    """Sharding rules of one model family: a row (pattern of module paths, tuple of directives) for each sharded module.
 
     Args:
         model_type: `model_type` of the family's config in `transformers`.
         source: code or paper that the table was written from.
-        dims: name of a size -> config attribute, arithmetic of attributes and earlier dims, or a function of the config.
+        dims: name of a size -> config attribute, arithmetic of attributes and earlier dims, or function of the config.
         body: rows of modules in the base model (`transformer.`, `bert.`), the same for all head classes.
         heads: rows for modules outside the base model, such as the language-model head.
         blocks: patterns of the repeated blocks, below the base model; pipeline cuts fall between blocks.
         after_blocks: modules below the base model that run after the blocks, though defined before.
-        order: full patterns of the lists of blocks and of other modules in the order in which they run;
-            empty where the model defines them in that order.
+        order: full patterns of the lists of blocks and of other modules in the order in which they run; empty where the
+            model defines them in that order.
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
         calls: name of the config attribute that says how often one block with shared weights runs (ALBERT); "": once.
-        seam: True if attention calls transformers' AttentionInterface, through which a child `core_attn` can be called.
+        seam: True if attention calls transformers' AttentionInterface, so that a child `core_attn` can take its place.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
         num_tokens: function that gets the config, and for images their (height, width), and returns the number of
             tokens that the model makes of an input other than text; None for text.
         renames: (part of a key in files, part of a name in the model) where the two differ.
-        pieces: rules for tensors that the family's files hold in several parts (experts).
-        whole_batch: options (of config or forward) that make the loss no mean over rows, so that no batch may be split.
+        pieces: rules for model tensors that the family's files store as several tensors, e.g. one per expert.
+        whole_batch: options (of config or forward) that, if set, make the loss no mean over rows: no batch is split.
         tunable: option of the loader --> values that a tuner may try; `attention` lists all back ends of the family.
         shifts_labels: True if the loss compares each token with the next label; None: the class name says it.
-        undivided: model classes whose loss is no mean over rows, so that no batch may be split; True: all classes.
+        undivided: model classes whose loss is no mean over rows with any options; True: all classes.
         batch_statistics: True if micro-batches change the result (BatchNorm), so that their number must be given.
         defaults: fields of a config made from the family's name alone, where transformers' defaults are not valid.
-        cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them,
-            a name in `model/step/cut_batch.py`; any other class is refused.
-        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when: "sp": only
-            under sequence parallelism; "pp" or "cp": with that size > 1, not with tp; another config attribute: only
-            if it is set.
+        cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them, a
+            name in `model/step/cut_batch.py`; any other class is refused.
+        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when: "sp": with
+            tp > 1 and sequence parallelism; "pp" or "cp": with that size > 1; a config attribute: with tp > 1 if it is
+            set.
     """
 
     model_type: str
@@ -82,7 +82,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return (pattern of full paths, rule) pairs for a model; the config's number replaces each name of a size in a rule."""
+        """Return (pattern of paths from the root, rule) pairs; Dim("head_dim") in a rule becomes the config's number."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -92,9 +92,9 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def positions_of(self, cls: type) -> str | None:
-        """Return how the positions of a class's tokens are found before cp shards them: its value in `cut_tokens`, e.g.
-        "counted" (0, 1, 2, ...) or "relative" (T5). For a class that is not in `cut_tokens`, return the first value
-        there if its head reads whole rows (a classifier), else None: it cannot train with cp > 1.
+        """Return how a cp rank gets the positions of a class's tokens, e.g. "counted" (0, 1, 2, ...) or "relative"
+        (T5): the class's value in `cut_tokens`. A class without one gets that of the first class there if it is a
+        classifier of whole rows, since it has the same blocks; else None: it cannot train with cp > 1.
         """
         head, told = head_of(cls.__name__), self.cut_tokens
         of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)
@@ -186,10 +186,10 @@ def extend(
         base: model_type of the other family.
         model_type: model_type of the new table.
         source: code or paper that the new table was written from.
-        without: patterns of the body rows of `base` to leave out.
-        body: rows to add for modules in the base model.
+        without: patterns of the body rows of `base` to leave out, written as in these rows.
+        body: rows to add for modules in the base model; to replace a row, its pattern must be in `without` too.
         heads: rows for modules outside the base model; None takes those of `base`.
-        changes: any other field of `Table`; `cut_tokens` is empty unless it is passed.
+        changes: any other field of `Table`; `cut_tokens` (classes that train with cp > 1) is empty unless it is passed.
 
     Raises:
         ArchitectureError: the base has no row of a pattern in `without`.

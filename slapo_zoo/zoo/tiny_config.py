@@ -41,12 +41,12 @@ DROPS = re.compile(r"drop|noise|jitter")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Upper bounds of a tiny model's sizes: heads, head size, layers, vocabulary, image and patch side in pixels, ...
+    """Upper bounds of a tiny model's sizes: numbers of heads, layers, experts, ids, positions, pixels on a side, ...
 
     Args:
         widths: how widths shrink: "rounded" (to whole heads), "halved" (by powers of 2) or "kept" (not at all).
         window: tokens of an attention window.
-        ranks: number of tp ranks; sizes that are uneven, padded or replicated over them stay so. 0: any sizes.
+        ranks: number of tp ranks; sizes divided by it keep the remainder that they had in the given config. 0: any.
     """
 
     heads: int = 4
@@ -62,7 +62,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return bounds for a config with fields `own`: heads keep their remainder modulo tp. `self` for 0 ranks."""
+        """Return `self` fitted to a config with fields `own`: heads keep their remainder modulo `ranks` (0: no change)."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)
@@ -77,15 +77,14 @@ class Sizes:
         return replace(self, heads=few, head_size=head_size, layers=layers, image=image)
 
     def with_remainder(self, size: int, given: int) -> int:
-        """Return a size near `size` with the remainder that `given` has if divided by the number of tp ranks, `self.ranks`."""
+        """Return a size near `size` that equals `given` (the config's) modulo `ranks` and is not larger than `given`."""
         return min(given, size - size % self.ranks + given % self.ranks) if self.ranks else size
 
 
 def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
     """Return a small number of query heads that has the same remainder modulo `ranks` as the largest number in `heads`.
-
-    The query heads per KV head stay the same, and so does whether there are fewer KV heads than ranks. `heads` are
-    the config's numbers of query heads, `kv_heads` those of KV heads, [] if each query head has its own.
+    The query heads per KV head stay the same, and so does whether there are fewer KV heads than ranks. `heads` and
+    `kv_heads` are the numbers in one config's fields; of `kv_heads` the least counts, or for [] as many as `heads`.
     """
     most = max(heads, default=0)
     kv = min(kv_heads, default=most)
@@ -107,7 +106,7 @@ IMAGES, STACKS = (1, 4), (1, 3)  # factors of image size and layers to try: some
 
 
 def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
-    """Yield `sizes`, then larger ones (image, layers, other widths) to try, since not every family runs at every size."""
+    """Yield `sizes`, then changed ones to try: for ever more layers and larger images, each rule of shrinking widths."""
     for layers in STACKS:
         for image in IMAGES:
             for widths in (ROUNDED, HALVED, KEPT):
@@ -184,7 +183,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that are not sizes (token ids); `own`: its original fields, `sizes`: bounds."""
+    """Set ids of a shrunken config that are None in `own` (its fields before) to 0; fit lists of layers to `sizes`."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -202,8 +201,8 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Return {layer type: {field: shrunken value}} of a config with fields per layer (Gemma 4), {} for others; set
-    `config.per_layer_config` to None. `rules` say how fields shrink.
+    """Return {layer type: {field: value shrunken by `rules`}} of a config with fields per layer (Gemma 4), whose
+    `per_layer_config` becomes None until the caller sets it again; {} for any other config, which stays as it is.
     """
     if not getattr(config, "is_heterogeneous", False):
         return {}
@@ -217,7 +216,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
 
 
 def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that follow from other fields; `own`: original fields, `sizes`: upper bounds."""
+    """Set fields of a shrunken config that follow from others (head_dim) or from `sizes`; `own`: its fields before."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
@@ -261,7 +260,7 @@ def _window(now: dict[str, int], stages: int) -> int:
 
 
 class _Rules:
-    """Rules by which the fields of a config are reduced to make a tiny model."""
+    """Rules by which a config with fields `own` is shrunk to a tiny one; `of(name, value)` gives a field's new value."""
 
     def __init__(self, own: dict[str, Any], sizes: Sizes):
         self.sizes = sizes
@@ -348,7 +347,7 @@ class _Rules:
 
 
 def _counts(own: Mapping[str, Any], is_one: Callable[[str], Any]) -> list[int]:
-    """Return the integers in config fields `own` whose names `is_one` accepts; of a field with a list, the first item."""
+    """Return the integer values of the config fields in `own` whose names `is_one` accepts; of a list, its first item."""
     found = (value[0] if _is_list(value) else value for name, value in own.items() if is_one(name))
     return [value for value in found if type(value) is int]
 

@@ -24,13 +24,13 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a card to publish: the changes of modules by which slapo_zoo's rules shard a model; nothing is measured.
+    """Return a card (schedule to publish) with the changes of modules by which slapo_zoo's rules shard a model.
 
     Args:
         config: `transformers` config of the model.
         auto_class: auto class that selects the model's head, e.g. "AutoModelForCausalLM".
         mesh: mesh that the schedule is for.
-        base_model: Hub id of the checkpoint; any other text is replaced by the model family.
+        base_model: Hub id "owner/name" that the card names; for any other text it names the model family instead.
         any_size: True for a card that fits every size of the class with the same number of blocks; False: this size.
         knobs: further arguments of `from_pretrained`, e.g. sequence_parallel, checkpoint_ratio.
     """
@@ -95,9 +95,8 @@ def _stages(schedule: Schedule) -> str:
 
 
 def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[str, Any]], ...]:
-    """Return (pattern of module paths, primitive such as "shard", arguments) of each directive of a schedule.
-
-    Kernels that kernels="auto" chose are left out. The names of model sizes in the arguments are added to `used`.
+    """Return (pattern of module paths, primitive such as "shard", arguments) of each directive of a schedule, without
+    kernels that kernels="auto" chose. In arguments, model sizes are written as {"=": name}; `used` gets these names.
     """
     chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
     return tuple(
@@ -128,7 +127,7 @@ def _value(value: Any, used: set[str]) -> Any:
 
 
 def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
-    """Return name of a model size --> formula over config fields, for the names in `used` and those in their formulas."""
+    """Return {model size: its formula over config fields} for the names in `used` and all that these formulas name."""
     texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
     wanted = set(used)
     for name in reversed(texts):  # a formula may use earlier names

@@ -110,10 +110,10 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
 
 
 def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str, Any] | None:
-    """Return the arguments of `from_pretrained` with the most measured rows/s in a `tuning.json`; None without a match.
+    """Return the `from_pretrained` arguments of the fastest setting (rows/s, any dtype and row length); None: no match.
 
     Args:
-        tuned: results of `slapo-zoo tune --card` on one device: setting (model, dtype, row length, ...) --> measurements.
+        tuned: results of `slapo-zoo tune --card` on one device: setting (model, dtype, ...) --> measurements.
         model: family and config digest, "gpt2 0a1b2c3d4e5f" (`zoo.tuned.model_name`).
         ranks: number of ranks, which tp * pp * dp of a match must equal; a match has cp=1.
     """

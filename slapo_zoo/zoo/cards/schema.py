@@ -59,5 +59,5 @@ def validator() -> Any:
 
 
 def _primitive_of(rule: Any) -> str:
-    """Return the primitive (kind of change, e.g. "shard") that `rule` is for: an if-then schema of its arguments."""
+    """Return the primitive (e.g. "shard") of `rule`, a JSON Schema {"if": ..., "then": ...} for its arguments."""
     return rule["if"]["prefixItems"][1]["const"]

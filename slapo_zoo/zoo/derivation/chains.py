@@ -22,13 +22,14 @@ LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "
 
 @dataclass
 class Chains:
-    """Record of one forward: to which linears, dropouts and other operations the output columns of each linear pass.
+    """Record of one forward: which linears' output columns reach other linears and dropouts, unchanged or through
+    element-wise operations alone, and which reach an operation that is not element-wise.
 
     Args:
-        feeds: path of a linear --> paths of the linears whose output columns were its input.
-        takers: path of a linear --> paths of the linears that took its output columns as input.
+        feeds: path of a linear --> paths of the linears whose output columns reached its input.
+        takers: the same by sender: path of a linear --> paths of the linears whose input its output columns reached.
         mixed: paths of the linears whose output columns reached an operation that is not element-wise.
-        dropouts: path of a dropout --> paths of the linears whose output columns were its input.
+        dropouts: path of a dropout --> paths of the linears whose output columns reached its input.
     """
 
     feeds: dict[str, set[str]] = field(default_factory=dict)
@@ -38,8 +39,8 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record, before the dropout or linear `module` at `path` is called with `args`, which linears made the columns
-        of these arguments. `linear` is True for a linear. For any other module, nothing is recorded.
+        """Record, before the linear or dropout `module` at `path` is called with `args`, which linears' output columns
+        these tensors hold (noted by `leave` and `call`). `linear` is True for a linear. Other modules are ignored.
         """
         held = self._columns(args)
         if linear:
@@ -50,15 +51,14 @@ class Chains:
             self.dropouts.setdefault(path, set()).update(held)
 
     def leave(self, path: str, output: Any) -> None:
-        """Record that the columns of `output` are output columns of the linear at `path`."""
+        """Note, after a call of the linear at `path`, that the tensor `output` holds its output columns."""
         if isinstance(output, Tensor):
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a call of the torch function `name`: if it is element-wise, its result `out` holds the input's columns.
-
-        After any other function, or if the function draws random numbers (`draws` is True), the columns count as
-        mixed: they cannot be sharded.
+        """Record that the torch function `name` returned `out`. If it is element-wise, `out` holds the same linears'
+        output columns as its arguments; if not, or if it draws random numbers (`draws`), tp cannot shard them
+        (`mixed`).
         """
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:
@@ -77,7 +77,7 @@ class Chains:
         return set().union(*found)
 
     def found(self) -> dict[str, list[str]]:
-        """Return path of a linear that can be row-parallel --> paths of the linears whose columns it alone reads."""
+        """Return {path of a linear that can be row-parallel: paths of linears whose output only it reads}."""
         return {
             taker: sorted(names)
             for taker, names in self.feeds.items()

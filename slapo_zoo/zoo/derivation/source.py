@@ -78,7 +78,7 @@ def rule_source(rule: Rule, used: set[str]) -> str:
 
 
 def _calls(rule: Rule) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name of a function of `slapo_zoo.zoo.rules`, its arguments) of calls one of which may return `rule`."""
+    """Yield (function in `slapo_zoo.zoo.rules`, its arguments) of calls that may return `rule`; the caller compares."""
     first = rule[0] if rule else None
     if isinstance(first, Shard):
         unit, together = _name(first.unit), _name(first.together)

@@ -15,8 +15,8 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with a layer number holds for that la
 
 @dataclass(frozen=True)
 class Spelling:
-    """Rules that turn keys in a family's checkpoint files into names of its model's tensors: `renames` are pairs (part of a
-    key, its substitute), `pieces` are for tensors stored under several keys. `unknown` are the keys that no rule explains.
+    """Rules that turn keys of checkpoint files into tensor names of their model: `renames` (substring or whole key,
+    substitute) and `pieces` (of tensors stored under several keys). `unknown`: keys in files that no rule explains.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -25,7 +25,8 @@ class Spelling:
 
 
 def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Spelling:
-    """Find, by tensors with equal bits, the rules that turn keys of checkpoint files into names of a model's tensors.
+    """Return the rules that turn keys of checkpoint files into names of a model's tensors, found by tensors with equal
+    bits (if several names have these bits, the one most like the key). Keys that no rule explains are in `unknown`.
 
     Args:
         files: key --> tensor, of all files.
@@ -54,7 +55,7 @@ def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> S
 
 
 def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bool:
-    """Return whether `keys` maps each file key in `pairs` to its name and back, and leaves the keys `same` unchanged."""
+    """Return whether `keys` renames each file key in `pairs` (key --> name) to its name and back, and no key of `same`."""
     if any(LAYER.search(old) for old, _ in keys.renames):
         return False
     wanted = [*pairs.items(), *((key, key) for key in same)]
@@ -80,7 +81,7 @@ def _likeness(key: str, name: str) -> tuple[bool, int]:
 
 
 def _difference(key: str, name: str) -> tuple[str, str]:
-    """Return the parts in which a key and a name differ, each with a dot and at least one word.
+    """Return the part of a key and the part of a name that differ, at least one word each, with the dots around it.
 
     >>> _difference("model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight")
     ('.block_sparse_moe.', '.mlp.')
@@ -114,8 +115,8 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield (part, n) for each way in which files may store a tensor: as n (1 to 3) equal slices of axis 0 of `part`.
-    `part` is the tensor or, if the files store each expert under keys of its own, tensor[0], which is expert 0.
+    """Yield (part, n) for each way in which files may store a tensor as several: as n (1, 2, 3) equal slices of axis 0
+    of `part`, which is tensor[0], expert 0, if each expert has keys of its own; then with n > 1 of the tensor itself.
     """
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
@@ -124,10 +125,10 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
-    """Return the rule for a model tensor `name` that files store in pieces under `keys`.
-
-    For "h.0.attn.qkv" and keys "h.0.attn.q", "h.0.attn.k" it is `Pieces(".attn.qkv", (".attn.q", ".attn.k"))`, the ends
-    from the last common part on (after it if a number). If `numbered`, keys are of expert 0: the first 0 becomes {}.
+    """Return the rule for a model tensor `name` that files store in pieces under `keys`. It holds the ends of all, from
+    the last word before they differ: for "h.0.attn.qkv" and keys "h.0.attn.q", "h.0.attn.k" it is `Pieces(".attn.qkv",
+    (".attn.q", ".attn.k"))`. If this word is a number (of a layer), the ends follow it. If `numbered`, keys are those
+    of expert 0; the first 0 in each end becomes {}, for any expert.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

@@ -15,7 +15,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
     Args:
         model: a model without a schedule, on any device.
-        seen: observed forward of a tiny model; lists whose modules ran several times in it are left out; None: none is.
+        seen: observed forward of a tiny model; lists whose modules ran several times are left out. None: no list is.
     """
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if p not in tables) or 1
@@ -49,7 +49,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of the blocks in a list: "path.*", or "path.*.layers.*" if its items hold lists of blocks."""
+    """Yield a pattern for the list `module` of blocks: "path.*", or "path.*.layers.*" if most of each item is a list."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]
@@ -69,8 +69,9 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of `stacks` (lists of blocks) and of the modules outside of them, in the order in which
-    they ran in the observed forward `seen`; () if the model also defines them in that order.
+    """Return the modules beside and above the block lists `stacks` ("model.layers.*"), e.g. ("model.embed",
+    "model.layers", "model.norm"), in the order of first use in the recorded forward `seen`; () if the model defines
+    them so.
     """
     containers = {""}
     for stack in stacks:

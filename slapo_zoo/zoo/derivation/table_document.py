@@ -32,7 +32,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """Return a table of sharding rules as JSON data; its rules must hold numbers for sizes, as those of `freeze` do."""
+    """Return a table made by `freeze`, whose rules hold numbers, not names of sizes like "head_dim", as JSON data."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in KEPT}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]

@@ -61,7 +61,7 @@ def output_axis(module: nn.Module) -> int | None:
 
 
 class Modules:
-    """Modules of a model on meta, grouped by path pattern (layers.*.fc), with the observed forward of a tiny model."""
+    """Modules of a model on meta by path pattern (`patterns`), and the record of a tiny model's forward (`seen`)."""
 
     def __init__(self, model: Any, seen: Observation):
         self.model, self.seen = model, seen
@@ -126,11 +126,11 @@ def derive_table(
         config: config of the model.
         model: the model on the meta device.
         seen: record of a forward of a tiny model of the same family.
-        left_whole: name of a group of modules that stays unsharded --> the reason; None leaves all unsharded.
-        chains: True if the columns between the linears of a feed-forward may stay sharded.
-        only: names of the groups of modules that may be sharded; None allows all.
+        left_whole: name of a group of modules that stays unsharded --> the reason; None: all stay so, {}: none has to.
+        chains: True shards the linears of a feed-forward together; False lets each linear gather its output.
+        only: names (path pattern of one module) of the groups that may be sharded; None allows all.
         stack: pattern of the only list of blocks that a pipeline may cut, e.g. "layers.*"; "" allows all.
-        tokens: True if the table is for sequence parallelism.
+        tokens: True if the table must serve sequence parallelism too.
     """
     modules = Modules(model, seen)
     groups = [] if left_whole is None else find_groups(modules, chains)
@@ -206,8 +206,8 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return {name: value} for the fields "renames", "pieces", "shifts_labels", "whole_batch" and "batch_statistics" of
-    `Table`, which follow from the model's class, its config and the observed forward `seen`.
+    """Return {field of `Table`: value} that follow from the model's class, config and recorded forward: renames and
+    pieces of file keys, shifts_labels, whole_batch (options that forbid to split a batch), batch_statistics.
     """
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -222,11 +222,11 @@ def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
 
 
 def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
-    """Return the groups of modules that may be sharded, larger ones first.
+    """Return the groups of modules of which tp shards all or none (e.g. a feed-forward), the largest first.
 
     Args:
         modules: modules of the model.
-        chains: True shards the linears of a feed-forward together; False lets each linear gather its output.
+        chains: True: the linears of a feed-forward are one group; False: each linear is one, and gathers its output.
     """
     made = [*(_chains(modules) if chains else ()), *_groups(modules)]
     done: set[str] = set()
@@ -239,7 +239,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
 
 def _chains(modules: Modules) -> Iterator[Group]:
-    """Yield one group per feed-forward that every block has: column-parallel linears, then a row-parallel one."""
+    """Yield each feed-forward that is alike in all blocks as a group: column-parallel linears, then a row-parallel one."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for taker, makers in modules.seen.chains.items():
         found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))
@@ -267,11 +267,9 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule by which the dropout at `path` drops the same elements as without tp from its sharded input, the
-    output of the linears `makers`.
-
-    The dropout may also get unsharded tensors. If one of `makers` has the same parent module, only the dropout's call
-    after that linear has a sharded input; otherwise each input with fewer than `width` (all) columns is sharded.
+    """Return the rule by which the dropout at `path`, after the column-parallel linears `makers`, drops the same
+    elements of their sharded output as without tp. If a linear of `makers` has the same parent module, the input after
+    that linear's call counts as sharded; else each input with fewer than `width` columns, those of all ranks, does.
     """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
@@ -293,8 +291,8 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards each module at `pattern` alone, without a row-parallel partner layer, e.g. a column-
-    parallel linear with a gathered output. The rule is `whole` (replicated) for a module that cannot be sharded so.
+    """Return the rule that shards each module at `pattern` over tp without a partner layer, e.g. a column-parallel
+    linear that gathers its output; `whole` (replicated) if no such rule exists. `modules` are all those of the model.
     """
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
