@@ -180,7 +180,7 @@ class _Verification:
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _at_named_parameter(self) -> Divergence | None:
-        """Return the module of the first parameter that the checks' findings name, or None; no check is run."""
+        """Return a Divergence at the module of the first parameter that a finding of the checks names; None without."""
         for finding in (*self._replica_findings(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)
@@ -198,9 +198,8 @@ class _Verification:
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
-    """Return {key: copy of a tensor} for arguments and outputs of all modules in one step of the plain model of
-    `trial`, on one rank. A child module `core_attn` is added to its attentions, as the schedule does, to record q, k
-    and v too.
+    """Return {Event (path, "in" or "out", ...): Seen (copy of that argument or output, and its gradient)} of one step
+    of the plain model of `trial` on one rank. To record q, k and v too, its attentions get a new child `core_attn`.
     """
 
     def seam(sch: Any) -> None:

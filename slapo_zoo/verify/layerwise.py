@@ -100,8 +100,9 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Yield the number of the first layer of each group of 2 layers (LAYERS_AT_ONCE) that has other config values per
-    layer, or other directives (`shard`, ...) in the schedule of `outline`, than all groups before.
+    """Yield the number of the first layer of each group of 2 layers (LAYERS_AT_ONCE) that differs from all groups
+    before: in config values per layer, or in directives (`shard`, ...) of `outline`, whose block numbers `numbers`
+    makes relative to the group's first layer.
     """
     counts = layer_fields(config).values()
     if not counts:

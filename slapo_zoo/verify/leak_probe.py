@@ -130,7 +130,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def _training_difference(case: Case, plain: Seen, found: Seen) -> str:
-    """Return, as text, the first loss that differs by > 1e-4 of it, or gradient by > 1e-4 of the largest; "": none."""
+    """Return, as text, the first loss that differs by > 1e-4 of it, or gradient by > 1e-4 of the largest one; "": none."""
     tied = case.truth.tied if case.truth else {}
     for kind, want in plain.losses.items():
         loss, grads = found.losses[kind], plain.grads[kind]
@@ -188,8 +188,9 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 
 def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
-    """Run a forward on `rows.perturbed` on this cp rank, then a training step per batch of `rows.trained`; return all
-    results. No step is run if, on any cp rank, the logits are not `plain`, the plain model's logits, up to rounding.
+    """Run a forward on `rows.perturbed` (copies of a row, each with one token changed) on this cp rank, then a training
+    step on each batch of `rows.trained`; return all results. No step is run if, on any cp rank, the logits differ from
+    `plain`, the plain model's on `rows.perturbed`, by more than rounding.
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)

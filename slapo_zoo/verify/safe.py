@@ -62,7 +62,7 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
 
 @contextmanager
 def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
-    """Return a context at whose end `counts` gets the number of this rank's tp collectives by kind ("all_reduce")."""
+    """Return a context at whose end `counts` gets the number of this rank's tp collectives by kind ("all_reduce", ...)."""
     if mesh.tp == 1:
         yield
         return

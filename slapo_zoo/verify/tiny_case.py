@@ -64,7 +64,7 @@ def tiny_case(
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Write a tiny model, whose heads `tp` divides and windows are <= 6 tokens, to `folder`; return it as a Case."""
+    """Write a tiny model (heads divisible by `tp`, attention windows <= 6 tokens) to `folder`; return it as a Case."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
     near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
     for like, sizes in ((near, small), (config, small), (config, whole)):

@@ -79,7 +79,7 @@ def match_names(
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:
-    """Yield `key`; then without, then with `prefix` (of the base model); then these with ".gamma" respelled."""
+    """Yield `key`, it without and with `prefix` (base model's; or ""); then all three with LayerNorm.gamma as .weight."""
     modern = key
     for pattern, replacement in LEGACY:
         modern = re.sub(pattern, replacement, modern)

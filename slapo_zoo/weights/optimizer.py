@@ -138,7 +138,7 @@ def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorS
 
 def _form(spec: TensorSpec, kept: Mapping[str, Any]) -> tuple[tuple[int, ...], str, Any]:
     """Return (unsharded shape, dtype, placement) of a state tensor of the parameter `spec`. `kept`, its JSON form, is
-    {"$like": dtype}, and "shape" if it has another shape than the parameter; its placement is None (replicated) then.
+    {"$like": dtype}, and "shape" if the tensor's differs from the parameter's; then its placement is None (replicated).
     """
     like = "shape" not in kept
     return tuple(kept.get("shape", spec.shape)), kept["$like"], spec.placement if like else None
@@ -231,9 +231,8 @@ class Restored:
             raise WeightsError(LOAD, min(unused), problem, SAME_GROUPS)
 
     def _prepare(self, name: str, p: Tensor, spec: TensorSpec, on_device: bool) -> dict[str, Any]:
-        """Return {key: value}, the saved state of parameter `p`; its tensors are empty and added to `targets` as
-        "<name>.<key>". `spec` has the shape of `p`. If `on_device`, a saved step moves to the device of `p`: fused
-        optimizers need it.
+        """Return {key: value}, the saved state of `p`; its tensors are empty and added to `targets` as "<name>.<key>".
+        `spec` has the shape of `p`. If `on_device`, a saved step moves to the device of `p`, as fused optimizers need.
         """
         state = {}
         for key, kept in self.record["state"][name].items():

@@ -96,8 +96,7 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 def _replaced_by(stem: str) -> re.Pattern[str]:
     """Return the pattern of names of files that a save of weight files "<stem>..." replaces: for "model" weights,
-    optimizer, training state and checksums; for another stem, e.g. the variant "model.fp16", only its weights and
-    checksums.
+    optimizer, training state and checksums; for another stem, e.g. "model.fp16", only its weights and checksums.
     """
     index = re.escape(index_name(stem))
     own = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors|{index}|checksums\.json")
@@ -153,9 +152,8 @@ class _Save:
             )
 
     def finish(self, written: Sequence[Written], stamp: str, write_extras: WriteExtras) -> None:
-        """Complete the save on rank 0: put the save's id (digest of the checksums in `written`, one per rank, and of
-        the text `stamp`) into the files, write index and checksums, call `write_extras`, rename the folder to its
-        target.
+        """Complete the save on rank 0: put its id (a digest of `stamp` and of the checksums in `written`, one per rank)
+        into the files, write index and checksums, call `write_extras`, rename the folder to its target.
         """
         if self.mesh.rank != 0:
             return

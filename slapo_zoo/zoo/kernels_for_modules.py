@@ -111,7 +111,7 @@ def choose(
 
 
 def _paths_by_pattern(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Return {"**:GPT2MLP" (class): paths of modules that `kernel` serves}, or {path: [path]} by `kernel.sites`."""
+    """Return {"**:GPT2MLP" (class): paths of modules that `kernel` serves}; {path: [path]} if `kernel.sites` is set."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}

@@ -131,7 +131,7 @@ MESH = ("tp", "pp", "dp", "cp")  # the mesh checks its own sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Arguments of `from_pretrained` that say how a model is sharded and run; `_knob` explains all but these two.
+    """Arguments of `from_pretrained` that say how a model is sharded and run; for those not below see their definition.
 
     Args:
         schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules, a

@@ -89,7 +89,7 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
     """Return the sharding rule that sets a module's attributes to this tp rank's share. Each of `attributes` is (name
     of an attribute, name in `Table.dims` of what it counts per head): ("num_heads", "") counts heads, ("embed_dim",
     "head_dim") columns. `together` names the number of query heads per KV head ("": 1), which stay on one rank. `kv`
-    True: of KV heads.
+    True: the attributes count KV heads; with fewer of them than ranks, each rank has one.
     """
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes

@@ -24,7 +24,7 @@ from slapo_zoo.zoo.rules import Dim, Row
 
 @dataclass(frozen=True)
 class Table:
-    """Sharding rules of one model family: a row (pattern of module paths, tuple of directives) for each sharded module.
+    """Sharding rules of one model family: rows (pattern of module paths, tuple of directives such as `Shard`).
 
     Args:
         model_type: `model_type` of the family's config in `transformers`.
@@ -52,9 +52,8 @@ class Table:
         defaults: fields of a config made from the family's name alone, where transformers' defaults are not valid.
         cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them, a
             name in `model/step/cut_batch.py`; any other class is refused.
-        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when: "sp": with
-            tp > 1 and sequence parallelism; "pp" or "cp": with that size > 1; a config attribute: with tp > 1 if it is
-            set.
+        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when: "sp": tp >
+            1 and sequence parallelism; "pp" or "cp": that size > 1; a config attribute: tp > 1 and it is set.
     """
 
     model_type: str

@@ -77,7 +77,7 @@ class Sizes:
         return replace(self, heads=few, head_size=head_size, layers=layers, image=image)
 
     def with_remainder(self, size: int, given: int) -> int:
-        """Return a size near `size` that equals `given` (the config's) modulo `ranks` and is not larger than `given`."""
+        """Return a size near `size`, equal to `given` (the config's) modulo `ranks`, at most `given`; 0 ranks: `size`."""
         return min(given, size - size % self.ranks + given % self.ranks) if self.ranks else size
 
 

@@ -5,7 +5,7 @@ has registered in the process.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -58,6 +58,6 @@ def validator() -> Any:
     return extend(Draft202012Validator, {"allOf": all_of}, type_checker=checker)(schema())
 
 
-def _primitive_of(rule: Any) -> str:
+def _primitive_of(rule: Mapping[str, Any]) -> str:
     """Return the primitive (e.g. "shard") of `rule`, a JSON Schema {"if": ..., "then": ...} for its arguments."""
     return rule["if"]["prefixItems"][1]["const"]

@@ -57,8 +57,7 @@ class Chains:
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
         """Record that the torch function `name` returned `out`. If it is element-wise, `out` holds the same linears'
-        output columns as its arguments; if not, or if it draws random numbers (`draws`), tp cannot shard them
-        (`mixed`).
+        output columns as its arguments; if not, or if it draws random numbers (`draws`), tp cannot shard them.
         """
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:

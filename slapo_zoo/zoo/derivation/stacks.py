@@ -70,8 +70,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tuple[str, ...]:
     """Return the modules beside and above the block lists `stacks` ("model.layers.*"), e.g. ("model.embed",
-    "model.layers", "model.norm"), in the order of first use in the recorded forward `seen`; () if the model defines
-    them so.
+    "model.layers", "model.norm"), in the order of first use in the forward `seen`; () if the model defines them so.
     """
     containers = {""}
     for stack in stacks:

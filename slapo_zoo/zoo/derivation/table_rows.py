@@ -61,7 +61,7 @@ def output_axis(module: nn.Module) -> int | None:
 
 
 class Modules:
-    """Modules of a model on meta by path pattern (`patterns`), and the record of a tiny model's forward (`seen`)."""
+    """Modules of a model on meta, `patterns` {"layers.*.fc": modules}, and the record of a tiny model's forward, `seen`."""
 
     def __init__(self, model: Any, seen: Observation):
         self.model, self.seen = model, seen
