@@ -6,6 +6,9 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from packaging.version import Version
+
 from slapo_zoo.errors import MeshError
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, Action
 
@@ -21,6 +24,7 @@ class Order:
         many: True if any number of stages per rank from 2 is allowed.
         v_shape: True if rank r holds stages r and 2 * pp - 1 - r; otherwise rank r holds stages r, r + pp, ...
         fewest: least number of micro-batches: 1, or "stages" for the number of stages.
+        splits: True if backwards run in two halves, of inputs and of weights.
     """
 
     name: str
@@ -29,6 +33,7 @@ class Order:
     many: bool = False
     v_shape: bool = False
     fewest: int | str = 1
+    splits: bool = False
 
 
 ORDERS = {
@@ -36,9 +41,13 @@ ORDERS = {
     "gpipe": Order("GPipe", "arXiv:1811.06965"),
     "interleaved_1f1b": Order("Interleaved1F1B", "arXiv:2104.04473", 2, many=True),
     "looped_bfs": Order("LoopedBFS", "arXiv:2211.05953", 2, many=True),
-    "interleaved_zero_bubble": Order("InterleavedZeroBubble", "arXiv:2401.10241", 2, many=True),
-    "zbv": Order("ZBVZeroBubble", "arXiv:2401.10241, section 6", 2, v_shape=True),
-    "dualpipev": Order("DualPipeV", "arXiv:2412.19437", 2, v_shape=True, fewest="stages"),
+    "interleaved_zero_bubble": Order(
+        "InterleavedZeroBubble", "arXiv:2401.10241", 2, many=True, splits=True
+    ),
+    "zbv": Order("ZBVZeroBubble", "arXiv:2401.10241, section 6", 2, v_shape=True, splits=True),
+    "dualpipev": Order(
+        "DualPipeV", "arXiv:2412.19437", 2, v_shape=True, fewest="stages", splits=True
+    ),
 }
 
 
@@ -72,6 +81,12 @@ class StageMap:
         order = find_order(str(name).lower())  # torch spells it "1F1B"
         if pp == 1:
             return StageMap(order, 1, 1)
+        if order.splits and Version(torch.__version__) < Version("2.13.0a0"):
+            problem = f"found torch {torch.__version__}, which frees the graph between the halves of a split backward"
+            hint = (
+                "install torch 2.13 or newer, or choose 1f1b, gpipe, interleaved_1f1b or looped_bfs"
+            )
+            raise MeshError("pipeline", f"pipeline_order={name!r}", problem, hint)
         per_rank = stages_per_rank or order.stages_per_rank
         if per_rank != order.stages_per_rank and not (order.many and per_rank >= 2):
             takes = f"{order.stages_per_rank}{' or more' * order.many}"

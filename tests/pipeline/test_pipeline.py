@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo.errors import MeshError
@@ -68,6 +69,16 @@ def test_stage_map_lists_the_pipeline_stages_of_each_rank_for_each_order():
     ]
     assert StageMap.make("interleaved_1f1b", 2, 3).stages_of(1) == [1, 3, 5]
     assert StageMap.make("1f1b", 1, None).num_stages == 1
+
+
+@pytest.mark.parametrize("order", [name for name, order in ORDERS.items() if order.splits])
+def test_order_with_split_backwards_is_refused_with_a_torch_that_cannot_run_them(
+    order, monkeypatch
+):
+    StageMap.make(order, 2, None)
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    with pytest.raises(MeshError, match=r"found torch 2\.12\.1.*\n.*torch 2\.13 or newer"):
+        StageMap.make(order, 2, None)
 
 
 @pytest.mark.parametrize(
