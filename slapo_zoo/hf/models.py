@@ -244,6 +244,12 @@ def _widen(model: nn.Module, is_wide: Callable[[str, nn.Module], bool]) -> None:
                     held[name] = like(x, x.detach().float())  # fake tensors have no cast in place
 
 
+def as_computed(name: str, x: Any, dtype: torch.dtype | None) -> Any:
+    """Return `x`, the argument `name` of a forward; a floating tensor that is no label is cast to `dtype`, if given."""
+    casts = isinstance(x, torch.Tensor) and x.is_floating_point() and "label" not in name
+    return x.to(dtype) if casts and dtype is not None else x
+
+
 def stays_wide(model: Any, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether the tensor `name` of `model`, held by `module`, stays in fp32 where the others are of `dtype`, a
     16-bit type: tensors of batch norms do, and those whose names match `_keep_in_fp32_modules` (float16 only) or

@@ -97,6 +97,8 @@ class Pipeline:
             mode, fake = self.prepare()
             fake.state.forward = ForwardContext(divided)
             cut = cut and TokenCut.of(fake.mesh, cut.way)
+            dtype = self.schedule.state.compute_dtype
+            batch = {name: hf.as_computed(name, x, dtype) for name, x in batch.items()}
             with sharding(fake.state, cut):
                 return dry_run(fake.model, self.units, mode, batch)
 

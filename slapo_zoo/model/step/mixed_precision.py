@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.hf.models import stays_wide
+from slapo_zoo.hf.models import as_computed, stays_wide
 from slapo_zoo.parallel.compat import group_device
 from slapo_zoo.parallel.live_bytes import counted_as
 from slapo_zoo.parallel.local_tensors import is_divided
@@ -162,17 +162,9 @@ def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def narrow(model: Any, *args: Any, **kwargs: Any) -> Any:
         precision: MixedPrecision = model._slapo.precision
-        if precision.dtype is None:
-            with precision.computing(model):
-                return forward(model, *args, **kwargs)
-        inputs = [_narrowed(x, precision.dtype) for x in args]
-        named = {k: x if "label" in k else _narrowed(x, precision.dtype) for k, x in kwargs.items()}
+        inputs = [as_computed("", x, precision.dtype) for x in args]
+        named = {name: as_computed(name, x, precision.dtype) for name, x in kwargs.items()}
         with precision.computing(model):
             return forward(model, *inputs, **named)
 
     return narrow
-
-
-def _narrowed(value: Any, dtype: torch.dtype) -> Any:
-    is_wide = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
-    return value.to(dtype) if is_wide else value
