@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, Action
@@ -81,7 +80,7 @@ class StageMap:
         order = find_order(str(name).lower())  # torch spells it "1F1B"
         if pp == 1:
             return StageMap(order, 1, 1)
-        if order.splits and Version(torch.__version__) < Version("2.13.0a0"):
+        if order.splits and torch.__version__ < (2, 13):
             problem = f"found torch {torch.__version__}, which frees the graph between the halves of a split backward"
             hint = (
                 "install torch 2.13 or newer, or choose 1f1b, gpipe, interleaved_1f1b or looped_bfs"

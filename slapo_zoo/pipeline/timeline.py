@@ -17,7 +17,7 @@ NAMES = {
 
 
 class Action(NamedTuple):
-    """What a rank computes at a time: (stage, kind, micro-batch), as text "2F0". The kinds are F (forward), B
+    """Computation that a rank does at a time: (stage, kind, micro-batch), as text "2F0". The kinds are F (forward), B
     (backward), and the two parts of a backward, I (gradients of inputs) and W (gradients of weights).
     """
 

@@ -1,5 +1,6 @@
 """Calls of Accelerate around a sharded model: those that `prepare` makes right, and those that are refused."""
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -107,3 +108,10 @@ def test_accelerate_loop_has_the_results_of_one_process_and_refuses_unsupported_
         assert (*rates, norms[0], loss) == pytest.approx((1e-2 / 2, 1e-2 / 3, norm, half), rel=1e-5)
     whole, own = (load_file(place / "model.safetensors") for place in (out, out / "own"))
     assert {k: v.shape for k, v in whole.items()} == {k: v.shape for k, v in own.items()}
+
+
+def test_accelerate_that_would_wrap_a_sharded_model_is_refused(tmp_path, monkeypatch):
+    model = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))
+    monkeypatch.setattr(accelerate, "__version__", "1.13.0")
+    with pytest.raises(SlapoError, match=r"prepare: accelerate: found 1\.13\.0, expected 1\.14"):
+        prepare(accelerate.Accelerator(cpu=True), model, None)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo.errors import MeshError
@@ -76,7 +77,7 @@ def test_order_with_split_backwards_is_refused_with_a_torch_that_cannot_run_them
     order, monkeypatch
 ):
     StageMap.make(order, 2, None)
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cpu"))
     with pytest.raises(MeshError, match=r"found torch 2\.12\.1.*\n.*torch 2\.13 or newer"):
         StageMap.make(order, 2, None)
 

@@ -13,13 +13,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.memory import clear_device_cache
 from accelerate.utils.operations import gather_object, recursively_apply
-from packaging.version import Version
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
@@ -250,12 +248,8 @@ class ScheduledTrainer(Trainer):
 
 
 def _require_scheduled(where: str, model: Any, instead: str) -> None:
-    """Raise SlapoError unless `model` is scheduled, and Accelerate one that leaves such a model out of DDP; `where` names
-    the call, `instead` says what else to do without a scheduled model.
-    """
-    if Version(accelerate.__version__) < Version("1.14"):
-        problem = f"found {accelerate.__version__}, expected 1.14 or newer: older ones wrap a sharded model in DDP"
-        raise SlapoError(where, "accelerate", problem, "pip install -U accelerate")
+    """Raise SlapoError unless `model` is scheduled; `where` names the call, `instead` says what else to do."""
+    options.require_accelerate(where)
     if not is_scheduled(model):
         problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(where, "model", problem, f"load it by AutoScheduledModel, or {instead}")
