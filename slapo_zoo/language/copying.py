@@ -6,7 +6,6 @@ closure over its module, so a plain deep copy would keep computing with the weig
 
 import copy
 import functools
-from collections.abc import Iterator
 from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -27,11 +26,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
         memo: memo of `copy.deepcopy`: id of an object --> its copy. Objects that are in it already (process groups)
             are not copied; the copy shares them with the original.
     """
-    if isinstance(module, GraphModule):
-        new = type(module).__deepcopy__(module, memo)
-    else:
-        new = memo[id(module)] = module.__class__.__new__(module.__class__)
-        new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    new = plain_copy(module, memo)
     for part in chain([module], memo[id(memo)]):  # replaced modules have hooks too
         own = memo.get(id(part))
         if own is None or own is part or not isinstance(part, nn.Module):
@@ -42,6 +37,15 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
             for key, hook in getattr(part, name).items():
                 getattr(own, name)[key] = rebound(hook, memo)
     _copy_annotations(module, memo)
+    return new
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module, whose forwards and hooks may still use the original; `memo` is that of the copy."""
+    if isinstance(module, GraphModule):
+        return GraphModule.__deepcopy__(module, memo)
+    new = memo[id(module)] = module.__class__.__new__(module.__class__)
+    new.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return new
 
 
@@ -76,12 +80,7 @@ def _copy_annotations(module: nn.Module, memo: dict[int, Any]) -> None:
     """Copy the attributes that `sch[path].annotate()` has set on parameters of `module` to the copied parameters.
     `memo` maps the id of a parameter to its copy.
     """
-    for parameter, name, note in _notes(module):
-        setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))
-
-
-def _notes(module: nn.Module) -> Iterator[tuple[nn.Parameter, str, Any]]:
     for parameter in module.parameters():
         for name, note in parameter.__dict__.items():
             if not name.startswith("_"):
-                yield parameter, name, note
+                setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))

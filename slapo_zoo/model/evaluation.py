@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slapo_zoo.data.batches import Batches
-from slapo_zoo.model.step.runtime import takes_cache
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from slapo_zoo.parallel.losses.loss_means import count_targets
@@ -47,7 +47,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 @torch.no_grad()
 def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Evaluate this dp rank's rows; return tensor [sum of losses, number of labels, labels with the largest logit]."""
-    cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
+    cache = {"use_cache": False} if accepts(model.unscheduled_class, "use_cache") else {}
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])
     if not targets:

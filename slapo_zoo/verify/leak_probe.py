@@ -19,7 +19,6 @@ from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.model.step.cut_batch import POSITIONS, cut_batch
 from slapo_zoo.model.step.of_all_tokens import cut_of
 from slapo_zoo.model.step.own_loss import whole_output
-from slapo_zoo.model.step.runtime import takes_cache
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.token_cut import WAYS, cutting
 from slapo_zoo.verify.case import Case, Trial
@@ -195,7 +194,7 @@ def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)
     cut: Any = cut_of(model)
-    uncached = {"use_cache": False} if takes_cache(model._slapo) else {}
+    uncached = {"use_cache": False} if accepts(model.unscheduled_class, "use_cache") else {}
     tensors, _ = cut_batch(model, cut, rows.perturbed, {})
     with cutting(model._slapo.schedule.state.random, cut):
         forward = partial(model._slapo.own_forward, model)

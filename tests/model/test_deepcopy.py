@@ -230,3 +230,24 @@ def test_pickle_of_a_scheduled_model_is_refused(tmp_path):
         torch.save(model, tmp_path / "model.pt")
     with pytest.raises(SlapoError, match="save_pretrained"):
         pickle.dumps(model)
+
+
+def copied_backbone(folder, **layout):
+    """Return hidden states of a scaled copy of the backbone, and of the model's own backbone scaled alike."""
+    model = AutoScheduledModel.from_pretrained(folder, **layout).train()
+    batch = {k: v for k, v in batch_of(CASES[0]).items() if k != "labels"}
+    other, found = copy.deepcopy(model.transformer), []
+    for backbone in (other, model.transformer):
+        with torch.no_grad():
+            for p in backbone.parameters():
+                p.mul_(1.5)
+            found.append(backbone(**batch).last_hidden_state)
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"checkpoint_ratio": 1.0}], ids=str)
+def test_deepcopy_of_a_submodule_computes_with_its_own_weights(layout, tmp_path):
+    folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",)), tmp_path)
+    run, tp = functools.partial(copied_backbone, folder, **layout), layout.get("tp", 1)
+    for other, own in emulate(run, mesh=(2, 1, 1)) if tp == 2 else [run()]:
+        torch.testing.assert_close(other, own)

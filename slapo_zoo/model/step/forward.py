@@ -12,6 +12,7 @@ from torch import Tensor
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf.attention import CACHES
 from slapo_zoo.hf.cut_body import own_lengths
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.model.dp.dp_shard import Sharded
 from slapo_zoo.model.gradients.batch_check import check_peers
 from slapo_zoo.model.gradients.step_guard import ALWAYS
@@ -25,7 +26,6 @@ from slapo_zoo.model.step.runtime import (
     calling,
     count_rows,
     refuse_divided,
-    takes_cache,
     tokens_divide,
 )
 from slapo_zoo.parallel.once import refuse_transform
@@ -84,7 +84,8 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
     transformers ignores the borders of sequences packed in a row.
     """
     found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
-    chosen = batch.keys() & {"use_cache", *CACHES} or not takes_cache(model._slapo)
+    caches = accepts(model.unscheduled_class, "use_cache")
+    chosen = batch.keys() & {"use_cache", *CACHES} or not caches
     if chosen or not found or not (model.training or batch.get("labels") is not None):
         return
     batch["use_cache"] = False
@@ -108,7 +109,8 @@ def _warned(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _run_stages(model: Any, pipeline: Pipeline, run: Callable, batch: dict[str, Any]) -> Any:
     refuse_cache(batch)
-    batch = {**batch, "use_cache": False} if takes_cache(model._slapo) else batch
+    if accepts(model.unscheduled_class, "use_cache"):
+        batch = {**batch, "use_cache": False}
     with rank_guard("forward"):
         output = pipeline_forward(pipeline, run, batch)
     return _without_backward(model, output) if torch.is_grad_enabled() else output

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.model.step.cut_batch import cut_batch
 from slapo_zoo.model.step.outputs import LAYERS, asked
 from slapo_zoo.model.step.own_loss import of_model, whole_output
-from slapo_zoo.model.step.runtime import takes_cache
 from slapo_zoo.parallel.collectives import reduce_backward, reduce_forward
 from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets
 from slapo_zoo.parallel.token_cut import TokenCut, cutting
@@ -49,7 +49,8 @@ def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, A
         hint = "leave it out, or call the model in eval()"
         raise SlapoError("forward", f"{LAYERS[1]}=True", problem, hint)
     part, others = cut_batch(model, cut, *split_batch(batch))
-    cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # it would lack others' keys
+    # a cache would lack the keys of other ranks
+    cached = {"use_cache": False} if accepts(model.unscheduled_class, "use_cache") else {}
     return {**part, **others, **cached}
 
 

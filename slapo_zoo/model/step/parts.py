@@ -4,8 +4,8 @@ Such a call does what a call of the whole model does for its modules: it casts w
 gathers ZeRO's shards, chooses the dropout masks, and completes the gradients in the backward.
 """
 
+import copy
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_zoo.hf.example_inputs import accepts
+from slapo_zoo.language.copying import plain_copy
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.step.forward import require_together
 from slapo_zoo.model.step.mixed_precision import computing_forward
@@ -31,14 +33,17 @@ class Part:
         """
         own: Any = super()
         model = self.__dict__[WHOLE]()
-        if self.training and model.schedule.state.checkpointed and _takes_cache(type(self)):  # pyright: ignore[reportAttributeAccessIssue]
+        if self.training and model.schedule.state.checkpointed and accepts(type(self), "use_cache"):  # pyright: ignore[reportAttributeAccessIssue]
             kwargs["use_cache"] = False  # a recomputation would append to the cache again
         return called(model, own.__call__, args, kwargs)
 
-
-@functools.cache
-def _takes_cache(cls: Any) -> bool:
-    return "use_cache" in inspect.signature(cls.forward).parameters
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return this submodule of a copy of the whole model, because its forwards and hooks use the model's state."""
+        model = self.__dict__[WHOLE]()
+        if id(model) in memo:
+            return plain_copy(self, memo)  # pyright: ignore[reportArgumentType]
+        path = next(path for path, module in model.named_modules() if module is self)
+        return copy.deepcopy(model, memo).get_submodule(path)
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

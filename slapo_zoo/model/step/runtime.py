@@ -1,6 +1,5 @@
 """Runtime state of a scheduled model, and functions that count and check the rows of a batch."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -138,11 +137,6 @@ def calling(
     real = None if known().real is None else batch["attention_mask"].bool()
     state = model._slapo.schedule.state
     return state.within(ForwardContext(divided, real, is_call=True, cut=cut))
-
-
-def takes_cache(runtime: Runtime) -> bool:
-    """Return whether the forward of the model's own class, `runtime.own_forward`, has a use_cache argument."""
-    return "use_cache" in inspect.signature(runtime.own_forward).parameters
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.cut_body import own_lengths, sharding
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.kernels.loss.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.dp.data_parallel import DataParallel
@@ -35,7 +36,6 @@ from slapo_zoo.model.step.runtime import (
     calling,
     count_rows,
     refuse_divided,
-    takes_cache,
     tokens_divide,
 )
 from slapo_zoo.model.step.step_counts import StepCounts, count_step
@@ -186,7 +186,7 @@ def check(
     if options.loss_fn is not None:
         batch = own_loss.for_loss_alone(runtime.own_forward, batch)
     tensors, whole = split_batch(batch)
-    if takes_cache(runtime):
+    if accepts(model.unscheduled_class, "use_cache"):
         whole["use_cache"] = False
     rows = count_rows(tensors)
     if not rows:
