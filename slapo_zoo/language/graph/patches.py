@@ -74,13 +74,13 @@ def _setattr(tracer: ValueTracer) -> Any:
 
 
 def _apply(tracer: ValueTracer) -> Any:
-    original = torch.autograd.Function.__dict__["apply"].__func__
+    original = torch.autograd.Function.__dict__["apply"]  # classmethod; from torch 2.14 on one of C
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not tracer.evaluating and has_proxy(args, kwargs):
             problem = f"the forward calls the autograd function {cls.__name__}, whose backward a graph would lose"
             raise tracer.fail(problem, tracer.leaf_hint())
-        return original(cls, *args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
     return apply
 
