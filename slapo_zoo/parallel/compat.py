@@ -1,4 +1,4 @@
-"""Functions of torch whose names differ between the supported releases (2.11 to 2.13), or that are not public."""
+"""Functions of torch whose names differ between the supported releases (2.11 to 2.14), or that are not public."""
 
 import inspect
 import threading
@@ -116,7 +116,7 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            problem = f"torch reads the attribute {name!r} of its process groups, which ranks as threads lack: install torch 2.11 to 2.13, or run one process per rank"
+            problem = f"torch reads the attribute {name!r} of its process groups, which ranks as threads lack: install torch 2.11 to 2.14, or run one process per rank"
             raise AttributeError(problem) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
