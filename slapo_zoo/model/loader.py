@@ -58,7 +58,7 @@ Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
 
 class Assembly(Outline):
-    """Scheduled model in the making: this rank's stages on the meta device, then filled with weights and hooked."""
+    """Builder of a scheduled model: made on meta, filled by `weights_of` or `new_weights`, returned by `finish`."""
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
@@ -91,7 +91,6 @@ class Assembly(Outline):
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
         """Read this rank's slices of a checkpoint into the model; return a record of tensors, bytes, files and seconds.
-
         `load` holds the memory limit and the checks of the load.
         """
         return fill_from_folder(
@@ -106,9 +105,9 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError on all ranks if their schedules differ, or four sampled values of some weight's replicas.
-
-        A collective call; `what` is the name of the running call ("from_pretrained"), for the error.
+        """Raise MeshError on all ranks if their schedules differ, or if replicas of a weight, on ranks that should hold
+        the same values, differ in one of four elements spread over the weight. A collective call; `what` is the name of
+        the running call ("from_pretrained"), for the error.
         """
         if self.pipeline is not None and ranks_are_threads():  # threads compute in a step
             self.pipeline.prepare()
@@ -158,7 +157,6 @@ class Assembly(Outline):
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
     """Create a process group for each set of ranks over which `plan` sums gradients; return this rank's {ranks: group}.
-
     All ranks must call this function.
     """
     made = {ranks: new_group(list(ranks)) for ranks in plan.groups()}
@@ -223,9 +221,8 @@ class Source:
 
     @contextmanager
     def open(self, step: str, mesh: Mesh, folder: Path) -> Iterator[tuple[Any, CheckpointFolder]]:
-        """Context with (config, opened files) of the checkpoint in `folder`; a collective call of all ranks.
-
-        Raises an error if ranks see different files. `step` is the name of the running call, for errors.
+        """Context with (config, opened files) of the checkpoint in `folder`; a collective call of all ranks. Raises an
+        error if ranks see different files. `step` is the name of the running call, for errors.
         """
 
         def read() -> tuple[Any, CheckpointFolder]:

@@ -38,7 +38,10 @@ def _line(bad: list[str], problem: str) -> str:
 
 
 def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
-    """Yield (paths of modules, text of the problem) for each kind of problem found, e.g. a missing all-reduce."""
+    """Yield (paths of modules, text of the problem) for each of four problems that some module has: no all-reduce of a
+    row-parallel output; none of the input gradient of a column-parallel module; a bias added before the all-reduce; a
+    norm whose statistics are of a shard.
+    """
     if sch.mesh.tp == 1:
         return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
@@ -64,12 +67,14 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
 
 
 def _needs_no_sum(module: Any) -> bool:
-    """Return whether a column-parallel module's input gradient needs no sum over tp: embedding, grouped convolution."""
+    """Return True for a grouped convolution (ranks read different channels) and an embedding (no input gradient)."""
     return hasattr(module, "num_embeddings") or getattr(module, "groups", 1) > 1
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:
-    """Warn (ScheduleWarning) of wrong sums over tp; hook the modules, to raise if an input does not fit their shard."""
+    """Warn (ScheduleWarning) of modules whose output, input gradient or bias lacks a sum over tp or is summed wrongly.
+    Hook these modules: their forward raises ScheduleError if the width of its input does not fit the weight's shard.
+    """
     for bad, problem in _unsummed(sch):
         warnings.warn(_line(bad, problem), ScheduleWarning, stacklevel=3)
         for path in bad:
@@ -102,5 +107,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the paths of the parents of the modules at `paths`: one collective on an input may serve all children."""
+    """Return the paths of the parents of modules at `paths`: a collective on a child's input may serve its siblings."""
     return {path.rpartition(".")[0] for path in paths}

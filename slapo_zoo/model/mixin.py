@@ -86,9 +86,8 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return to Trainer, which reads this property, whether the forward takes loss arguments (num_items_in_batch).
-
-        On several ranks the plain Trainer, which would wrap the model in DDP, gets a SlapoError.
+        """Return, for Trainer, the model class's attribute that is True if the forward takes `num_items_in_batch`. On
+        several ranks raise SlapoError unless ScheduledTrainer or `prepare` is used: Trainer would use DDP.
         """
         _ = self._is_accelerate_prepared
         return self.unscheduled_class.accepts_loss_kwargs

@@ -103,7 +103,7 @@ def _raise_different(
 
 
 def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return {name: four values of the tensor}, not more, because each value may read a page of a memory-mapped file."""
+    """Return {name: four elements of the tensor, spread evenly from first to last}, without empty tensors."""
     picked = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)

@@ -14,7 +14,7 @@ from slapo_zoo.weights.ledger import anonymous_bytes
 
 
 class StepMeter:
-    """Meter of time, tokens, memory, MFU and pipeline bubble of each training step of a scheduled model."""
+    """Meter of a scheduled model's training step: call `start` before the step and `measured(batch)` after it."""
 
     def __init__(self, model: Any):
         self.mesh, self.device = model.mesh, next(iter(model.parameters())).device
@@ -36,7 +36,6 @@ class StepMeter:
 
     def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Return {name: measurement} of the step on `batch` that just ended; call it after the step's loss was read.
-
         Names: seconds, tokens, tokens_per_s, memory (bytes), mfu (6 operations per parameter and token, without
         attention: arXiv:2204.02311; None if unknown) and bubble (share of waiting, averaged over pp ranks, so all ranks
         must call this function; None without a pipeline, and for a model that was loaded with `exact=`).

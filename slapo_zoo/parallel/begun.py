@@ -36,7 +36,7 @@ class Begun:
     line: tuple[str, int] | None = None
 
     def add(self, count: list[int]) -> None:
-        """Add 1 to the number in `count`, a list in `counts`, and store the user's line that begins the collective."""
+        """Add 1 to `count[0]`, for a list `count` in `counts`; store the user's line that begins a collective."""
         count[0] += 1
         self.note_line()
 

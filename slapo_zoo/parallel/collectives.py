@@ -39,8 +39,8 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Return whether `group` is a ShapeOnlyGroup, over which the caller must send nothing. Also report the collective:
-    call `group.note` of such a group, and otherwise OBSERVERS, by which `verify` compares the collectives of tp ranks.
+    """Report a collective. Return True if `group` is a ShapeOnlyGroup, a dry run's, over which nothing is sent: its
+    `note`, if any, is called with (kind, bytes). Else call each function in OBSERVERS with the arguments.
 
     Args:
         group: process group, or its replacement (ShapeOnlyGroup) in a dry run.
@@ -111,10 +111,8 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """Return y in contiguous memory, or in channels-last memory if x is channels last.
-
-    The result is no view, because autograd forbids in-place changes (Falcon makes one) of a view that a Function
-    returns.
+    """Return y in contiguous memory, or in channels-last memory if x is channels last. The result is no view, because
+    autograd forbids in-place changes (Falcon makes one) of a view that a Function returns.
     """
     if _channels_last(x):
         return y.contiguous(memory_format=CHANNELS_LAST)

@@ -16,11 +16,10 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tp shard} of those tensors of a loaded `model` that `specs` lists and that this rank's
-    pipeline stage owns. A shard is of the tensor or, with `grads`, of its gradient, and is gathered over dp.
-
-    With `rows` (then without `grads`), nothing is gathered over dp: under ZeRO a value is only this dp rank's slice of
-    axis 0 of the tp shard, and `local_tensors.rows_of(value)` returns which slice.
+    """Return {name: this rank's tp shard} of those tensors of a loaded `model` that `specs` lists and this rank's stage
+    owns; with `grads`, of their gradients (zeros for a missing one). Under ZeRO they are gathered over dp. With `rows`
+    (then without `grads`) nothing is gathered: under ZeRO a value is only this dp rank's slice of axis 0 of the tp
+    shard, and `local_tensors.rows_of(value)` returns which slice.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)
@@ -36,10 +35,10 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh, group: Any = None
 ) -> dict[str, Tensor]:
-    """Gather shards from all ranks; return {name: unsharded tensor} on rank 0, {} on others. A collective call.
+    """Gather shards from all ranks; return {name: unsharded CPU tensor} on rank 0, {} on others. A collective call.
 
     Args:
-        local: name --> this rank's tp shard, as `local_tensors` returns it without `rows`.
+        local: name --> this rank's tp shard, which is not sharded over dp.
         specs: name, unsharded shape and sharding of each tensor.
         mesh: mesh of the model, with this rank's coordinates.
         group: process group of all ranks; None: the default group. With nccl the GPU of rank 0 holds all shards.

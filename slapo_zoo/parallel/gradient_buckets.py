@@ -17,10 +17,9 @@ BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, factor: float = 1.0
 ) -> None:
-    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives.
-
-    A `.grad` of None counts as 0, but stays None if it is None on every rank, so that an optimizer skips the parameter
-    (also its weight decay), as it does in one process. With `group` None nothing is done.
+    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives. A `.grad` of None counts
+    as 0, but stays None if it is None on every rank, so that an optimizer skips the parameter (also its weight decay),
+    as it does in one process. With `group` None nothing is done.
     """
     if group is None:
         return
@@ -91,8 +90,8 @@ class Bucket:
         return base if same and base.numel() == sum(self.sizes) + len(self.sizes) else None
 
     def _copy(self, grads: list[Any]) -> None:
-        """Copy the gradients `grads` (None: zeros) into a new flat tensor. A `.grad` becomes a view of
-        that tensor, unless it is a view of another flat tensor already, or sharded over dp.
+        """Copy the gradients `grads` (None: zeros) into a new tensor `flat`, to be all-reduced. A parameter's `.grad`
+        becomes its part of `flat`; one that is a view of another tensor already, or sharded over dp, stays as it is.
         """
         like = held_here(self.parameters[0])
         size = sum(self.sizes) + len(self.sizes)
@@ -109,10 +108,9 @@ class Bucket:
         return [self.flat.as_strided(held_here(p).shape, _strides(p), start) for p, start in both]
 
     def wait(self, somewhere: Container[int] | None = None) -> None:
-        """Wait for the all-reduce, if one was started, and store the sums in `.grad`.
-
-        `somewhere` holds the `id()` of each parameter that has a gradient on some rank; if it is None, flags that
-        were sent along with the gradients say which parameters these are.
+        """Wait for the all-reduce, if one was started, and store the sums in `.grad`. `somewhere` holds the `id()` of
+        each parameter that has a gradient on some rank; if it is None, flags that were sent along with the gradients
+        say which parameters these are.
         """
         if self.work is None:
             return

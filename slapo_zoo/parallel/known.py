@@ -19,9 +19,9 @@ class Known:
     """Facts about one micro-batch that the host knows without reading a GPU; a field that it does not know is None.
 
     Args:
-        padded: True if an attention mask hides a token in this or another micro-batch of the step.
+        padded: True if an attention mask hides a token in any micro-batch of the step.
         targets: number of labels that count in the loss, i.e. are not -100.
-        real: number of tokens that are not padding, one per row; None also if layers must compute padding tokens.
+        real: for each row the number of tokens that are not padding; None also if layers must compute padding tokens.
         packed: True if a row holds more than one sequence, as its position ids show.
     """
 
@@ -42,7 +42,7 @@ def known() -> Known:
 
 @contextmanager
 def knowing(numbers: Known) -> Iterator[None]:
-    """Context in which `known()` returns the facts `numbers` about the running micro-batch."""
+    """Context in which `known()` returns `numbers`, counts of the running micro-batch's padding and targets."""
     token = _NOW.set(numbers)
     try:
         yield
@@ -51,9 +51,8 @@ def knowing(numbers: Known) -> Iterator[None]:
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """Return where.nonzero()[:, 0] of the bool tensor `where` [N]: the indices of its True elements.
-
-    With `count`, the number of these elements, the host does not wait for a GPU.
+    """Return where.nonzero()[:, 0] of the bool tensor `where` [N]: the indices of its True elements. With `count`, the
+    number of these elements, the host does not wait for a GPU.
     """
     if count is None or where.device.type == "cpu":
         return where.nonzero()[:, 0]

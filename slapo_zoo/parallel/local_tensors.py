@@ -67,7 +67,6 @@ class RowsOfRank:
 
 def rows_of(tensor: Any) -> Rows | None:
     """Return which rows (slice of axis 0) this dp rank holds of a tensor; None where the tensor is not sharded over dp.
-
     The result is an attribute of `tensor`, a parameter or an optimizer state. The model's RankPlan tells the unsharded
     shape and which ranks hold the other rows.
     """
@@ -75,10 +74,10 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Return `tensor`, which is a slice or an optimizer state of `part`, with its rows recorded for `rows_of`.
-
-    `part` holds this dp rank's rows of a parameter; unless ZeRO shards it over dp, nothing is recorded. `first` is the
-    index in the unsharded parameter of the first row of `tensor`; None: the first row of `part`.
+    """Return `tensor`; if `part`, a parameter's shard, is sharded over dp by ZeRO, first store in the attribute
+    `tensor.dp_rows`, which `rows_of` returns, which rows (slice of axis 0) of the unsharded parameter `tensor` holds.
+    `tensor` is a slice of `part`, or an optimizer state like it. Its first row is row `first` of the unsharded
+    parameter; None: the first row of `part`.
     """
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)

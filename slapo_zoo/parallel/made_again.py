@@ -29,7 +29,7 @@ class Maker:
     made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor; called once per handle. The first call recomputes the tensor, the last call frees it."""
+        """Return the tensor. Each of `handles` handles calls this once: the first call makes it, the last frees it."""
         if self.made is None:
             self.made, self.left = self.make(), self.handles
         made, self.left = self.made, self.left - 1
@@ -38,7 +38,7 @@ class Maker:
 
 
 class Again(NamedTuple):
-    """Handle that autograd saves in place of a view (`layout`: size, stride, offset) of the tensor that `maker` makes."""
+    """Handle that autograd saves in place of a view (size, stride, offset in `layout`) of what `maker` recomputes."""
 
     maker: Maker
     layout: tuple[Any, Any, int | torch.SymInt]
@@ -51,10 +51,9 @@ class Again(NamedTuple):
 def saving(
     pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> AbstractContextManager[Any]:
-    """Return torch's context `saved_tensors_hooks` for `pack` and `unpack`, where `pack(x)` may return x to save x itself.
-
-    Such an x is saved detached. Otherwise a node that saves its own output (exp, softmax) would refer to itself, and a graph
-    whose backward runs in parts or never would stay in memory for ever.
+    """Return torch's context `saved_tensors_hooks(pack, unpack)`, but save x.detach() where `pack(x)` returns x.
+    Otherwise a node that saves its own output (exp, softmax) would refer to itself, and a graph whose backward runs in
+    parts or never would stay in memory for ever.
     """
 
     def packed(x: Tensor) -> Any:
@@ -68,7 +67,6 @@ def made_again(
     makers: Sequence[tuple[Tensor, Callable[[], Tensor]]],
 ) -> AbstractContextManager[Any]:
     """Context in which autograd saves handles in place of some tensors and their views, which the backward recomputes.
-
     Within torch's checkpoint this has no effect, since checkpoint saves none of these tensors.
 
     Args:

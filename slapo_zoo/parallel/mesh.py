@@ -107,7 +107,7 @@ class Mesh:
         return name in ALWAYS or getattr(self, name) > 1
 
     def named(self, mesh_dim: str) -> str:
-        """Return the mesh dims that a name stands for: "dp" for "dp" and "batch", "dp+cp" for "loss" (cp 1: "dp")."""
+        """Return the mesh dims for `mesh_dim`: "dp" for "batch", "dp+cp" (cp 1: "dp") for "loss", else itself."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
         names = [dim.name for dim in self.DIMS if dim.divides in divides]

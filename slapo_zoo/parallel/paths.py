@@ -38,7 +38,7 @@ def select(pattern: str, class_names: Mapping[str, str]) -> list[str]:
 
 
 def select_paths(glob: str, paths: Collection[str]) -> list[str]:
-    """Return the paths that `glob`, a pattern without `:Name`, matches, in the order of `paths`."""
+    """Return those of `paths`, in order, that `glob` matches: `*` is one segment between dots, `**` any number."""
     if "*" not in glob:
         return [glob] if glob in paths else []
     matches = compile_pattern(glob).fullmatch

@@ -25,14 +25,14 @@ class Placement:
         mesh_dim: mesh dim over which it is sharded.
         groups: sizes of consecutive groups of indices of the axis; every rank gets a share of each group. q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
-        unit: number of consecutive indices that stay on one rank, e.g. head_dim; ranks differ by at most one unit.
+        unit: number of consecutive indices of a group on one rank, e.g. head_dim; ranks differ by one at most.
         pad: True if every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
         replicate: True if, with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
-        together: number of query heads per KV head. A rank holds all query heads of some KV heads or, with more
-            ranks than KV heads, an equal share of one KV head's query heads. With `groups` this applies to the first
-            group (q); the others (k, v) have one unit per KV head, so n may then not exceed the number of KV heads.
-        shared: length of the end of the axis that all ranks need (k and v of the only KV head). It is stored
-            sharded; each rank computes its part and gathers the result.
+        together: number of query heads (units) per KV head. A rank holds all query heads of some KV heads or, with more
+            ranks than KV heads, an equal share of one KV head's query heads. With `groups` this holds for the first
+            group (q); the others (k, v) have one unit per KV head, and n is at most the number of KV heads.
+        shared: number of last indices of the axis that are no part of `groups`, 0 for none: k and v of the only KV
+            head, which all ranks need. Their weights are sharded evenly; each rank computes its part and gathers.
     """
 
     axis: int
@@ -45,7 +45,7 @@ class Placement:
     shared: int = 0
 
     def units(self, size: int) -> list[int]:
-        """Return the number of units (`unit` indices that stay on one rank) in each group of an axis of length `size`."""
+        """Return the number of units (runs of `unit` indices, never split) in each group (e.g. q, k, v) of an axis."""
         return [group // self.unit for group in self._groups(size)]
 
     def _groups(self, size: int) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Placement:
         return found
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
-        """Return (first unit, one past the last) of the `units` units (indices that stay together) on rank `r` of `n`."""
+        """Return (first, one past the last) of the units (`unit` indices) on rank `r` of `n`, of `units` in all."""
         if self.pad:
             share = -(-units // n)
             return min(r * share, units), min((r + 1) * share, units)
@@ -160,7 +160,7 @@ class HeldBy(Placement):
     why:      files hold one weight per expert, a model holds one weight for all experts
 
     Args:
-        of: placement of the axis of experts.
+        of: placement of the axis of experts; its `runs` are the ranges of experts that a rank holds.
         count: number of experts.
         index: index of the expert.
     """
@@ -174,7 +174,7 @@ class HeldBy(Placement):
         return self.of.problem(self.count, n)
 
     def offset(self, n: int, r: int) -> int | None:
-        """Return the index of the expert among the experts that rank `r` of `n` holds; None if another rank holds it."""
+        """Return the index of expert `index` among rank `r`'s experts (`n` ranks); None if another rank holds it."""
         passed = 0
         for start, stop in self.of.runs(self.count, n, r):
             if start <= self.index < stop:

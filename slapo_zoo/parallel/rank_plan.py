@@ -156,7 +156,7 @@ class RankPlan:
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:
-        """Yield the plan of each tensor that this rank's pipeline stage holds, as owner or not."""
+        """Yield the plan of each tensor on this rank's pipeline stage, also of tied weights that another saves."""
         here = self.mesh.coord("pp")
         yield from (row for row in self.tensors.values() if here in row.stages)
 
@@ -170,7 +170,7 @@ class RankPlan:
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of global ranks that sum a gradient and are no whole mesh dim, so need process groups."""
+        """Return all groups of global ranks that sum a gradient and are a part of a mesh dim's ranks."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
         meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
@@ -179,9 +179,9 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Return {ranks: those of `names` whose gradients this rank sums with these ranks}, in one order on all ranks.
-
-        `why` selects kinds of sums, e.g. DATA, over dp (empty: all); `tokens_sharded`: True with sequence parallelism.
+        """Return {Sum, a set of ranks: those of `names` whose gradients these ranks sum}, in the same order on all
+        ranks. `why` selects kinds of sums (PARTIAL, REPLICAS, TIED, DATA; empty: all); `tokens_sharded` False leaves
+        out the sums that only sequence parallelism needs.
         """
         places = {name: i for i, name in enumerate(self.tensors)}
         rows = [self.tensors[name] for name in names if name in self.tensors]

@@ -27,10 +27,10 @@ def standing_in(places: Iterable[Place]) -> Iterator[None]:
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which the module `root` and its submodules read the same tensors as
-    when `as_read_now` was called: casts or gathered weights in place of parameters.
+    """Return a function f: in `with f():` the module `root` and its submodules read the tensors that stand in place of
+    their parameters now (casts, gathered weights; references, no copies).
 
-    The function serves code that runs after the forward, such as logits that are computed on demand.
+    Code that runs after the forward, such as logits that are computed on demand, uses f.
     """
     found = [(module, name, module.__dict__[name]) for module in root.modules()
              for name in module._parameters if name in module.__dict__]  # fmt: skip

@@ -33,11 +33,11 @@ class Meetings:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Make `thread_sums.all_reduce` use these meetings in the current thread, which runs one of the ranks."""
+        """Make `thread_sums.all_reduce` sum at these meeting points in the current thread, which runs one rank."""
         _OF_THREAD.meetings = self
 
     def of(self, group: Any) -> "Meeting | None":
-        """Return the meeting of a process group; None if a rank of the group runs in another process."""
+        """Return the Meeting whose `sum_` sums tensors over a group; None if a rank is in another process."""
         members = tuple(dist.get_process_group_ranks(group))
         if not self.ranks.issuperset(members):
             return None
@@ -64,7 +64,7 @@ class Meeting:
         self.timeout_s = timeout_s
 
     def sum_(self, x: Tensor, rank: int) -> None:
-        """Replace x, which is contiguous, by its sum over the group; `rank` is this rank's number in the group."""
+        """Replace x (contiguous) by its sum over the group's ranks, threads that call this and wait for all."""
         size, flat = len(self.tensors), x.detach().view(-1)
         self.tensors[rank] = flat
         self._wait()
@@ -102,10 +102,10 @@ def _chunk(flat: Tensor, size: int) -> int:
 
 
 def all_reduce(x: Tensor, op: Any, group: Any) -> None:
-    """All-reduce x in place, as `dist.all_reduce` does. Virtual ranks, which `exact=` runs as threads, sum a
-    contiguous x (fp32, fp64, bf16) without gloo and its sockets, if all ranks of the group are in this process.
+    """All-reduce x in place, as `dist.all_reduce` does. Ranks that are threads of one process (virtual ranks, which
+    `exact=` runs) add up a contiguous x (op SUM; fp32, fp64, bf16) themselves, if all ranks of the group are here.
 
-    Under a dispatch mode (e.g. a count of memory) gloo sums, so that the mode sees the operators of separate processes.
+    Else, and under a dispatch mode, which is to see the same operators as in separate processes, gloo does.
     """
     meetings = None if torch.compiler.is_compiling() else getattr(_OF_THREAD, "meetings", None)
     fits = op == dist.ReduceOp.SUM and x.dtype in DTYPES and x.is_contiguous()

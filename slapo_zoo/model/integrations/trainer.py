@@ -102,9 +102,9 @@ class ScheduledTrainer(Trainer):
         return self.model
 
     def get_tp_size(self) -> int:
-        """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches. In
-        evaluation return 1: transformers divides the number of targets (labels that count) by this number, and there a
-        rank counts only its own targets.
+        """Return tp * pp * cp, the number of ranks that read the same rows. transformers divides by it the number of
+        ranks, to size batches, and the number of labels summed over all ranks. In `prediction_step`, where that number
+        is this rank's own and not summed, return 1.
         """
         mesh: Any = self._scheduled.mesh
         return 1 if self._evaluates else mesh.world_size // mesh.size("batch")
@@ -133,8 +133,8 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of their targets: labels that count; None for the model's
-        loss). For the model's own loss this Trainer stores the number of targets per loss term, for `training_step`.
+        """Return (batches of one optimizer step, number of their labels that count in a loss of the user's own). For
+        the model's loss the number is None; that of several batches, per loss term, is stored in `_targets`.
         """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
@@ -199,7 +199,10 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model to `output_dir`, in `_save_checkpoint` with all training state; rank 0 adds the tokenizer."""
+        """Save the model to the folder `output_dir` (None: `args.output_dir`), in a call from `_save_checkpoint` also
+        optimizer, scheduler and the Trainer's state. Rank 0 adds the tokenizer and the arguments. `state_dict` is
+        ignored.
+        """
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -256,9 +259,9 @@ def _require_scheduled(where: str, model: Any, instead: str) -> None:
 
 
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
-    """Return the name of the option that replaces the model's loss, e.g. "compute_loss_func"; "" if none does.
-
-    `args` are TrainingArguments, `kwargs` the other arguments of the Trainer class `cls`.
+    """Return the name of the first of these that replaces the model's loss, or "": a method `compute_loss` or
+    `training_step` overridden in `cls`, a subclass of ScheduledTrainer; `compute_loss_func`; `label_smoothing_factor`.
+    `args` are TrainingArguments, `kwargs` the other arguments of the Trainer's constructor.
     """
     after = cls.__mro__[cls.__mro__.index(ScheduledTrainer) + 1 :]
     for name, classes in {"compute_loss": cls.__mro__, "training_step": after}.items():
@@ -329,8 +332,8 @@ def _refuse_state(name: str, own: str, *_: Any, **__: Any) -> None:
 
 
 def _with_targets(step: Any, batch: Any, *given: Any, **options: Any) -> Any:
-    """Call `step`, the `train_step` of a model, with its arguments; SlapoError if `targets` (label counts) is missing or
-    None: without it gradients of accumulated batches would be added up, which `accelerator.backward` averages.
+    """Return `step(batch, *given, **options)`, the loss of a model's `train_step` under gradient accumulation.
+    SlapoError if `targets`, the number of labels of all accumulated batches, is missing or None: it averages over them.
     """
     if options.get("targets", next(iter(given[2:]), None)) is None:  # the third after the batch
         problem = "found gradient_accumulation_steps > 1 and no targets: gradients would be added, not averaged"

@@ -100,7 +100,9 @@ def _refuse_device(mesh: Any, device: Any) -> None:
 
 
 def _refuse_parts_of_rows(model: Any, args: Any) -> None:
-    """Raise SlapoError for the first option in `args` that is wrong if ranks read the same rows or shard tokens."""
+    """Raise SlapoError for options in TRL's `args`. If tp, pp or cp ranks read the same rows:
+    `precompute_ref_log_probs`, and a statistic over all processes' rows. If ranks shard tokens: `neftune_noise_alpha`.
+    """
     mesh = model.mesh
     shares_rows = mesh.world_size > mesh.size("batch")
     if getattr(args, "precompute_ref_log_probs", None) and shares_rows:
@@ -120,9 +122,8 @@ def _refuse_parts_of_rows(model: Any, args: Any) -> None:
 
 
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
-    """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses.
-
-    Such a model trains with the same bits on every mesh whose sizes divide those of `exact=`; these options break that.
+    """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses. Such a
+    model trains with the same bits on every mesh whose sizes divide those of `exact=`; these options break that.
     `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does.
     """
     if own_loss:
@@ -135,9 +136,9 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
 
 
 def _refuse_short_batch(model: Any, args: Any, data: Any) -> None:
-    """Raise SlapoError if an epoch of `data` ends with a short batch, whose rows depend on the number of dp ranks:
-    Accelerate fills it up on several dp ranks only. `model` was loaded with `exact=`, to have the same bits on every
-    mesh; `args` are TrainingArguments.
+    """Raise SlapoError if the number of rows of the data set `data` is no multiple of `per_device_train_batch_size` *
+    dp and the short last batch is kept. Accelerate fills such a batch up on several dp ranks only, but `model`, loaded
+    with `exact=`, has to compute the same bits on every mesh. `args` are TrainingArguments.
     """
     if args is not None and isinstance(data, Sized) and model.virtual.dp > 1:
         rows = args.per_device_train_batch_size * model.mesh.dp

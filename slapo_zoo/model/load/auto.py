@@ -36,9 +36,10 @@ def _from_files(
     max_load_memory: int | str | None, check_finite: bool, map_weights: bool,
     config_changes: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Load a checkpoint; `AutoScheduledModel.from_pretrained` describes the arguments and the returned model or engine.
-
-    `options` are the arguments that do not concern files.
+    """Load a checkpoint, the folder or Hub id `name_or_path`; return the model or, for `target=`, the engine around it.
+    `AutoScheduledModel.from_pretrained` has the same arguments; its others, which do not concern files, are `options`.
+    `map_weights` leaves weights in memory-mapped files (CPU), `check_finite` warns of NaN, `allow_pickle` allows `.bin`
+    files, `config_changes` are fields of the config and arguments of transformers' `from_pretrained`.
     """
     if options.exact:
         files = name_or_path, revision, allow_pickle, max_load_memory, check_finite, map_weights
@@ -197,11 +198,11 @@ class AutoScheduledModel:
 
         Args:
             config: config of `transformers`.
-            *options: arguments of `from_pretrained` that do not concern files (tp, pp, dp, ...), in its order.
+            *options: arguments of `from_pretrained` (tp, pp, dp, ...) in its order, without those for files.
             **named: the same arguments by name.
 
         Returns:
-            the model, or the engine around it, as from `from_pretrained`.
+            the model; with `target="deepspeed"` or another engine than torch, the engine, whose `model` is the model.
         """
 
 

@@ -72,8 +72,9 @@ def build(
 
     Args:
         sch: a schedule that has made its changes (shard, replace, ...) to the model.
-        target: None or "torch" returns the model itself; "deepspeed" or "megatron" that engine around it.
-        init_weights: fill parameters on meta by `_init_weights` (True) or a function (see `consolidate_model`), or not.
+        target: None or "torch" for the model itself; "deepspeed" or "megatron" for (that engine around it, optimizer).
+        init_weights: how parameters on meta are filled. True: by the model's `_init_weights`; a function called with a
+            module, or with (module, path): by that function, in place; False: they stay on meta.
         **kwargs: options of the engine.
     """
     warn_of_missing_sums(sch)
@@ -137,10 +138,11 @@ def consolidate_model(
 
 
 def _materialize(
-    sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
+    sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Callable | None
 ) -> None:
-    """Replace the parameters `names` (on meta) of `module` by unsharded ones on the CPU, of the shapes in `plan`.
-    `init` fills them: the `param_init_fn` of `consolidate_model`. The module's `path` seeds the random numbers.
+    """Replace the parameters `names` (on meta) of `module` by CPU ones with the unsharded shapes that `plan` lists,
+    filled by `init(module)` or `init(module, path)`, or for None by the model's `_init_weights` or the module's
+    `reset_parameters`. The module's `path` seeds the random numbers. ScheduleError if a parameter stays unfilled.
     """
     before = {name: module._parameters[name] for name in names}
     for name in names:
@@ -171,9 +173,8 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """Return this rank's shard of the parameter `name`, of which `module` has the full tensor so far.
-
-    `full_name` is the name of the parameter in the model, by which `plan` knows how it is sharded.
+    """Return this rank's shard of the parameter `name`, of which `module` has the full tensor so far. `full_name` is
+    the name of the parameter in the model, by which `plan` knows how it is sharded.
     """
     full = module._parameters[name]
     part = part_of(full.detach(), plan.of(full_name), plan.mesh)

@@ -98,7 +98,7 @@ def _check_size(name: str, real: int, virtual: Any) -> None:
 
 
 def _check(options: LoaderOptions) -> None:
-    """Raise SlapoError for a device that is no CPU, and for options with which bits differ between meshes or runs."""
+    """Raise SlapoError for a device that is no CPU, kernels="measure" (timings choose), or an engine in `target`."""
     device = pick_device(options.device)
     if device.type != "cpu":
         problem = f"found device {device}: virtual ranks talk by gloo, which is built for the CPU"
@@ -195,8 +195,8 @@ class ExactModel(Unwrapped, nn.Module):
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 
     def __getattr__(self, name: str) -> Any:
-        """Return config, device or dtype of the first virtual rank's model; raise NotBuiltError for an attribute that
-        only models without `exact=` have, such as `generate`.
+        """Return config, device or dtype of the first of the models that `exact=` runs in this process, one thread
+        each. Raise NotBuiltError for an attribute, such as `generate`, that only models without `exact=` have.
         """
         models = self.__dict__.get("_modules", {}).get("hosted", ())
         if name in ("config", "device", "dtype") and models:
@@ -207,7 +207,9 @@ class ExactModel(Unwrapped, nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; `loss_function` and `input_check_interval` are set on each virtual rank's model, too."""
+        """Set an attribute; set `loss_function` and `input_check_interval` (steps from one check that ranks have
+        fitting batches to the next) also on each model in `hosted`, one for each rank that is a thread of this process.
+        """
         for model in self.hosted if name in ("loss_function", "input_check_interval") else ():
             setattr(model, name, value)
         super().__setattr__(name, value)
@@ -263,19 +265,19 @@ class ExactModel(Unwrapped, nn.Module):
         return self._host.run(call)[0]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Step the parameters of each virtual rank in its thread; return (args, kwargs) with which `optimizer.step`
-        steps the other parameters, or None if `optimizer.step` shall step all parameters itself.
-
-        A hook of `optimizer.step` calls this; in the caller's thread one CPU core would step all ranks in turn.
+        """Step the parameters of all models in `hosted`, one per rank that is a thread of this process, each in its
+        thread; return (args, kwargs) with which `optimizer.step` then steps the parameters outside these models. Return
+        None, and leave all parameters to `optimizer.step`, if the optimizer cannot be split over the threads, or if
+        this is already the step of one thread. A hook of `optimizer.step` calls this.
 
         Args:
-            optimizer: optimizer over the parameters of all virtual ranks of this process.
+            optimizer: optimizer over the parameters of all ranks of this process.
             args: positional arguments of its `step`, the optimizer first.
             kwargs: named arguments of its `step`.
 
         Raises:
-            SlapoError: gradients were changed after `train_step` by anything but `clip_grad_norm_`. A norm over
-                the parameters of several ranks would count replicated parameters several times.
+            SlapoError: gradients were changed after `train_step` by anything but `clip_grad_norm_`. A norm over the
+                parameters of several ranks would count replicated parameters several times.
         """
         if self._stepping:
             return None
@@ -305,12 +307,13 @@ class ExactModel(Unwrapped, nn.Module):
         return self.hosted[self._host.ranks.index(rank)]
 
     def train_step(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run `Scheduled.train_step`; return the mean loss over all processes, or with `return_logits` the output.
+        """Run `Scheduled.train_step` on the virtual ranks of this process, which `exact=` runs as threads; return the
+        mean loss over all processes, or with `return_logits` an output with it and this process's logits.
 
         Args:
-            batch: rows of this process; its virtual dp ranks (`virtual.dp / mesh.dp`) get equal slices, in order.
-            *args: further arguments of `Scheduled.train_step`; each virtual rank splits its rows into `micro_batches`,
-                and `targets` are numbers of labels in the rows of this process.
+            batch: rows of this process; its dp ranks in the mesh `virtual` (`virtual.dp / mesh.dp`) get equal slices.
+            *args: `micro_batches` (of one virtual rank), `return_logits`, `targets` (numbers of labels in this
+                process's rows), `loss_fn`, `scaler` and `batch_is_sharded`, in this order.
             **kwargs: the same by name.
         """
 

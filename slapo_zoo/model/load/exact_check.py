@@ -22,14 +22,14 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Exactness:
-    """Bitwise comparison of two trainings on the same virtual ranks (`exact=` of `from_pretrained`), which a mesh of
-    processes or one process runs; `str()` gives a paragraph.
+    """Bitwise comparison of two trainings with `exact=`, which runs the ranks of a mesh as threads: once on one process
+    per rank, once with all ranks in one process. `str()` gives a paragraph.
 
     Args:
-        sizes: sizes of tp, pp and dp.
-        digests: SHA-256 of loss, gradient norm and weights after each step on the mesh.
-        of_one: the same after each step in one process.
-        difference: first operation in which the two runs differ; "" for runs that are equal.
+        sizes: sizes of tp, pp and dp, the same in both trainings.
+        digests: SHA-256 of loss, gradient norm and weights after each step of the training on one process per rank.
+        of_one: SHA-256 of the same after each step of the training in one process.
+        difference: first operation in which the two trainings differ; "" if they are equal.
     """
 
     sizes: Sizes
@@ -75,16 +75,17 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
 def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
     """Train the small model that `case` describes on new processes, one per rank of a mesh of sizes `real` (tp, pp,
-    dp), with `exact=` for the sizes `virtual`; return process 0's digest per step, or if `traced` its ExactTrace.
+    dp). `exact=` runs the ranks of a mesh of sizes `virtual` as threads of these processes. Return process 0's list of
+    digests (of loss, gradient norm and weights) per step or, if `traced`, its ExactTrace, a record of all operations.
     `knobs` are further arguments of `from_pretrained`.
     """
     return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
 
 
 def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
-    """Train the small model that `case` describes in this process of a mesh of sizes `real` (tp, pp, dp), with `exact=`
-    for the sizes `virtual`; return a digest per step, or if `traced` an ExactTrace. `knobs` are further arguments of
-    `from_pretrained`.
+    """Train the small model that `case` describes in this process, one of a mesh of sizes `real` (tp, pp, dp). `exact=`
+    runs the ranks of a mesh of sizes `virtual` as threads of these processes. Return a digest (of loss, gradient norm
+    and weights) per step or, if `traced`, an ExactTrace, a record of operations. `knobs` are further arguments.
     """
     names = ("tp", "pp", "dp")
     model = AutoScheduledModel.from_pretrained(

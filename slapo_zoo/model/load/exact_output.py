@@ -21,13 +21,14 @@ from slapo_zoo.parallel.ranks.emulation import HostedRanks
 def joined(
     outputs: Mapping[int, Any], host: HostedRanks, virtual: Mesh, after: Callable[[], None]
 ) -> Any:
-    """Return this process's output, made from those of its virtual dp ranks: rows concatenated, scalars averaged.
+    """Return this process's output: the rows of its virtual dp ranks concatenated, their scalars averaged. Virtual
+    ranks (`exact=` runs several per process, one thread each) that differ in tp or pp only have equal outputs.
 
     Args:
-        outputs: index of a virtual rank (`exact=` runs several per process, one thread each) --> its model's output.
+        outputs: global index of each virtual rank of this process --> output of its model.
         host: runs functions in the threads of these virtual ranks.
         virtual: mesh of the virtual ranks of all processes.
-        after: called when a backward through the output has ended.
+        after: called at the end of each backward through the returned output.
     """
     leaves = {rank: tree_flatten(output) for rank, output in outputs.items()}
     first = min(leaves)
@@ -47,7 +48,9 @@ def joined(
 
 
 def computed(value: Any) -> Any:
-    """Return `value`; but logits computed on demand or sharded over the vocabulary as a plain unsharded tensor."""
+    """Return `value`, an entry of a model's output; if it is logits computed on demand or sharded over the vocabulary,
+    compute or all-gather (on all tp ranks) and return them as a plain tensor.
+    """
     if isinstance(value, LogitsOnDemand):
         return value.tensor()
     return value.gathered() if isinstance(value, VocabLogits) else value

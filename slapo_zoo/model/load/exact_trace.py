@@ -74,8 +74,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for each collective whose result is among `taken`, the tensors that the next operation reads. A
-        result is recorded only once, at the first operation that reads it.
+        """Add a row (operation, module, digest) to `rows` for the result of each collective that is among `taken`, the
+        tensors that the operation about to run reads. A result is recorded once, at the first such operation.
         """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):

@@ -35,16 +35,16 @@ WHERE = "from_pretrained"
 def with_options(
     load: Callable[..., Any], like: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a function that only declares arguments: a call of it becomes a call of `load`.
+    """Return a decorator for a function that only declares arguments (no body): a call of it becomes a call of `load`.
 
     rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name=name, revision="x")
 
-    Where `schedule=` is a schedule card, arguments that the call leaves out are those that the card recommends.
+    If `schedule=` names a schedule card (published schedule), an argument left out gets the value it recommends.
 
     Args:
-        load: function of a LoaderOptions and, by name, of all arguments for which LoaderOptions has no field.
-        like: a class method whose loader options the function takes too, in the same order; None: the function
-            names its options itself.
+        load: called with a LoaderOptions and, by name, all arguments for which LoaderOptions has no field.
+        like: None if the function's own signature declares all arguments; or a class method, from whose signature the
+            arguments that are fields of LoaderOptions are appended to the function's own, in the same order.
     """
 
     def decorate(declared: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,10 +89,9 @@ def _bound(
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that a schedule card recommends and the user did not give.
-
-    A collective call. A card may have plans: such arguments for some kinds and numbers of devices. `asked` are
-    the user's arguments, with `schedule` the card. The result is {} if no plan fits model, devices and arguments.
+    """Return arguments of `from_pretrained` that a schedule card recommends and the user did not give. A collective
+    call. A card may have plans: such arguments for some kinds and numbers of devices. `asked` are the user's arguments,
+    with `schedule` the card. The result is {} if no plan fits model, devices and arguments.
     """
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
@@ -134,8 +133,9 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str) -> tuple[dict[str, Any], bool]:
-    """Read the schedule card `name` (folder or Hub id); return (the arguments that the card recommends per device,
-    True if this package ships a card that makes the same changes to a model).
+    """Read the schedule card `name` (a published schedule: folder or Hub id). Return ({device name: loader arguments
+    measured as fastest, "simulated": those simulated as fastest}, whether this package's own card for the model type
+    makes the same changes to a model).
     """
     card = load_card(name)
     own = CARDS / card.program.model_type  # published with this package

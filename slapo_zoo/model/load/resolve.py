@@ -34,11 +34,10 @@ class Trust(NamedTuple):
 def resolve_schedule(
     options: LoaderOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> LoaderOptions:
-    """Return the loader's options with a `schedule` that can be applied: a card becomes changes to modules or a function.
-
-    For a family without sharding rules (a table) "auto" becomes a table derived and tested on a small model; with
-    cp > 1 "zoo" or "auto" may become a table with rules for cp; a schedule of another kind stays. `auto_class` is the
-    model class (None: the checkpoint's); `trust` says if a card's code may run, and if the card is tested.
+    """Return the loader's options with a `schedule` that can be applied: a card becomes changes to modules or a
+    function. For a family without sharding rules (a table) "auto" becomes a table derived and tested on a small model;
+    with cp > 1 "zoo" or "auto" may become a table with rules for cp; a schedule of another kind stays. `auto_class` is
+    the model class (None: the checkpoint's); `trust` says if a card's code may run, and if the card is tested.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit the model or the mesh.
@@ -58,12 +57,13 @@ def resolve_schedule(
 def _of_file(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> CardProgram | list[Step] | Callable[[Any], Any]:
-    """Return what the card (published schedule) or file `options.schedule` holds: a CardProgram, which applies it to
-    a model; the function in its `schedule.py` if `trust` allows that; or the steps in a file of `Schedule.to_json`.
+    """Return what `options.schedule` names, read from files. For a .json file written by `Schedule.to_json`: its steps,
+    pairs (module path, change). If `trust` lets a card's (published schedule's) Python code run: the function in its
+    `schedule.py`. Else a CardProgram, a function that applies the card to a model.
 
     Raises:
-        SlapoError: the card does not fit model or mesh, or its model computes wrong results; or, with cp > 1,
-            `schedule=` is a `schedule.py` or such a .json file.
+        SlapoError: the card does not fit model or mesh, or a test on a small model (`trust.verify`) found wrong
+            results; or cp > 1, and the result would be steps or a Python function, which nothing tests.
     """
     name = str(options.schedule)
     own = plain_steps(name, mesh)
@@ -98,10 +98,11 @@ def _zoo_table(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) 
 def _of_card(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> tuple[list[Step], Table]:
-    """Return the changes that a schedule card (published schedule) makes, and the sharding rules of the model's family.
+    """Return the changes that the schedule card (published schedule) in `options` makes, as pairs (module path,
+    change), and the sharding rules of the model's family. `trust.verify` "off" skips the test.
 
     Raises:
-        CardError: the card does not fit model or mesh, or its model computes other results than the plain one.
+        CardError: the card does not fit model or mesh; or a test model changed by it computes other results.
     """
     name = str(options.schedule)
     order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}

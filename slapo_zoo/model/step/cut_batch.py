@@ -72,7 +72,6 @@ def cut_batch(
 
 def whole_batch(cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
     """All-gather over cp a batch that has this rank's tokens only; return the batch with all tokens; a collective call.
-
     Positions, shifted labels and padding, which depend on whole rows, are computed from the result.
 
     Args:
@@ -125,9 +124,8 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
     """Raise SlapoError if `options` (arguments of the forward) or the config ask for hidden states or attentions of
-    layers, in a model whose own forward shards the tokens over cp, before its first layer.
-
-    A cp rank computes these outputs for its own tokens only. `n` is the number of cp ranks.
+    layers, in a model whose own forward shards the tokens over cp, before its first layer. A cp rank computes these
+    outputs for its own tokens only. `n` is the number of cp ranks.
     """
     for name in LAYERS if model._slapo.schedule.state.body else ():
         if asked(model, options, name):
@@ -136,11 +134,11 @@ def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
 
 
 def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:
-    """Raise SlapoError if the padding that makes rows a multiple of `n` (cp ranks) tokens long cannot be hidden.
-
-    With `shifts` (a model that predicts the next token) the padding is one more document at the end of a row, which
-    real tokens see only if the config has is_decoder=False: an error. Without `shifts` a mask hides the padding, but
-    with a mask transformers ignores `positions` [B or 1, S]: an error if they restart for a row's second document.
+    """Raise SlapoError if real tokens would see the padding that makes rows a multiple of `n` (cp ranks) tokens long.
+    With `shifts` (the model predicts the next token) padding follows the real tokens, as a document of its own; only if
+    the config has is_decoder=False do tokens see later ones, and that is an error. Without `shifts` a mask hides the
+    padding. With a mask transformers does not separate documents packed into a row, so `positions` [B or 1, S] that
+    restart within a row are an error.
     """
     why = "with is_decoder=False tokens may see padding after them"
     if not shifts:
@@ -181,18 +179,16 @@ def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[
 
 
 def _padded_mask(mask: Tensor, count: int) -> Tensor:
-    """Return `mask` [B, H, S, S] padded to [B, H, S + count, S + count].
-
-    The queries of `mask` see none of the new keys; the new queries see all keys.
+    """Return `mask` [B, H, S, S] padded to [B, H, S + count, S + count]. The queries of `mask` see none of the new
+    keys; the new queries see all keys.
     """
     hidden, seen = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (0, 1)
     return nn.functional.pad(nn.functional.pad(mask, (0, count), value=hidden), (0, 0, 0, count), value=seen)  # fmt: skip
 
 
 def require_core_attention(model: Any) -> None:
-    """Raise SlapoError if an attention was replaced since the load: the new one sees the keys of this cp rank only.
-
-    An attention module was not replaced if it still calls its child `core_attn`, which gathers the keys over cp.
+    """Raise SlapoError if an attention was replaced since the load: the new one sees the keys of this cp rank only. An
+    attention module was not replaced if it still calls its child `core_attn`, which gathers the keys over cp.
     """
     modules = {WRAPPER.sub("", name): module for name, module in model.named_modules()}
     pipeline = model._slapo.pipeline

@@ -97,7 +97,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return `forward_of` for several tp or pp ranks, wrapped so that torch.compile warns and leaves it uncompiled."""
+    """Return f(model, args, kwargs): the forward on several tp or pp ranks, uncompiled inside torch.compile."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 
@@ -146,10 +146,9 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise MeshError in a forward without a backward (evaluation, `generate`, `no_grad`) if a rank that has to compute a
-    part of the output does not call the model, or passes another `batch` (arguments of the call).
-
-    Ranks check this in the first ALWAYS (16) calls, and then in one of every `model.input_check_interval` calls.
+    """Raise MeshError in a forward without a backward (evaluation, `generate`, `no_grad`) if a rank that has to compute
+    a part of the output does not call the model, or passes another `batch` (arguments of the call). Ranks check this in
+    the first ALWAYS (16) calls, and then in one of every `model.input_check_interval` calls.
     """
     runtime, interval = model._slapo, model.input_check_interval
     is_checked_later = model.training and torch.is_grad_enabled() and runtime.pipeline is None

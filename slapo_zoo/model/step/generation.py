@@ -25,7 +25,7 @@ class LateEncoder(nn.Module):
     """
 
     def forward(self, **kwargs: Any) -> SourceTokens:
-        """Return the tensors in `kwargs`, inputs of the encoder, without labels; each decoder forward encodes them."""
+        """Return the tensors in `kwargs`, inputs of the encoder, as `encoder_outputs`; each forward encodes them."""
         given = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k != "labels"}
         return SourceTokens(given)
 

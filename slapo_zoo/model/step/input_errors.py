@@ -21,9 +21,8 @@ class InputError(SlapoError, IndexError):
 @contextmanager
 def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
     """Context around a forward that turns torch's index error into one that names the tokens or images at fault.
-
-    Nothing is checked before an error. On a GPU, where an index error comes too late to read tensors,
-    errors pass unchanged.
+    Nothing is checked before an error. On a GPU, where an index error comes too late to read tensors, errors pass
+    unchanged.
     """
     try:
         yield
@@ -51,9 +50,9 @@ def require_device(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _explain_media(model: Any, media: str, error: Exception) -> None:
-    """Raise InputError if `error` is about `media`, the batch's entry with images, videos or sounds: if these do not
-    match the placeholder tokens of the rows, or if the model adds their features to the hidden states of all tokens,
-    while a tp rank holds some of the tokens only.
+    """Raise InputError, if `error`, raised by a forward, comes from `media`, the name of the batch's entry with images,
+    videos or sounds. Either its text says that they do not match the rows' placeholder tokens; or tokens are sharded
+    over tp, while the model adds features of the media to the hidden states of all tokens. Otherwise return.
     """
     if "tokens do not match" in str(error):
         problem = "the images (videos, sounds) do not fit the rows' placeholder tokens; a split batch needs equally many in each row"
@@ -83,7 +82,6 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
 
 def _positions(model: nn.Module, longest: int) -> int | None:
     """Return the most tokens per row for which the model has learned positions; None if it learns no positions.
-
     `longest` is the config's max_position_embeddings. RoBERTa's positions begin after the padding index.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]

@@ -1,8 +1,9 @@
 """Gather the outputs of a forward whose tokens are sharded over cp, for losses that the user computes.
 
 Each rank computes its own tokens. Then logits are all-gathered over cp, and the model's own loss is summed from the
-ranks' shares, so that every cp rank computes the user's loss of all tokens. The backward of the gather sums the
-gradients of the cp ranks (a factor of cp), which the mean of parameter gradients over dp and cp removes.
+ranks' shares, so that every cp rank computes the user's loss of all tokens. In the backward every cp rank sends the
+same gradient of the logits; the gather sums these, so it is cp times too large, and the mean of parameter gradients
+over cp, in place of their sum, corrects that.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,10 +58,8 @@ def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, A
 def cut_step(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any], own: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Shard a batch over cp; return (entries with this cp rank's tokens of each row, entries without tokens).
-
-    `tensors` are the entries with a batch axis, `whole` the others; `cut` says which tokens each cp rank gets. `own` is True
-    for a loss of the user's own: both dicts then also hold the entries with all tokens, under the key FOR_LOSS + name.
+    """Shard a batch over cp: return `tensors` (entries with a batch axis) and `whole` (the others) with this cp rank's
+    tokens only, chosen by `cut`. If `own` (a loss_fn), each dict also has its uncut entries, under FOR_LOSS + name.
     """
     part, others = cut_batch(model, cut, of_model(tensors), of_model(whole))
     if own:
@@ -72,9 +71,8 @@ def cut_step(
 def run_cut(
     model: Any, cut: TokenCut, run: Callable[[Any], Any], part: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:  # fmt: skip
-    """Run a forward on this cp rank's tokens by `run(part)`, which returns an output; return the output of all tokens.
-
-    `part` is what `cut_call` returns: the batch `given`, sharded as `cut` says (which tokens each cp rank computes).
+    """Run a forward by `run(part)`, where `part` is the batch `given` cut to this cp rank's tokens. Return its output
+    for all tokens: logits and hidden states gathered over cp, the loss summed. `cut` tells each rank's tokens.
     """
     if (body := model._slapo.schedule.state.body) is not None:
         with body.sharded(cut):
@@ -84,11 +82,10 @@ def run_cut(
 
 
 def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Context in which the model's loss is the sum of the losses of this rank's tokens, divided by the number of labels
-    other than -100 on all cp ranks.
-
-    `given` is the batch with all tokens. The context does nothing without labels. If the batch has `num_items_in_batch`
-    and the model itself divides its sum of losses by that number (T5 does not), the loss stays as the model returns it.
+    """Context in which the model's loss is this cp rank's share of the loss of all tokens: the sum over this rank's
+    tokens, divided by the number of labels other than -100 on all cp ranks. The caller sums the shares over cp. `given`
+    is the batch with all tokens. Without labels in it the loss stays as it is, and also if the model itself divides its
+    sum of losses by the batch's `num_items_in_batch`, which gives a share already.
     """
     if given.get("labels") is None:
         return nullcontext()
@@ -98,7 +95,9 @@ def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager
 
 
 def tokens_of(name: str, given: Mapping[str, Any]) -> int:
-    """Return how many tokens a row of output `name`, e.g. "logits", has for the batch `given`, without padding for cp."""
+    """Return the number of tokens per row, without padding for cp, of the output called `name`, e.g. "logits": that of
+    `input_ids` in the batch `given` for an encoder's output, else that of the decoder's inputs or labels, if any.
+    """
     source = given["input_ids"].shape[1]
     if name.startswith("encoder"):
         return source
@@ -108,12 +107,13 @@ def tokens_of(name: str, given: Mapping[str, Any]) -> int:
 
 
 def of_all_tokens(cut: TokenCut, output: Any, given: Mapping[str, Any]) -> Any:
-    """Return a model's output for all tokens: logits and hidden states [B, s, D] gathered, shares of the loss summed.
+    """Return a model's output for all tokens: logits and hidden states [B, s, D] gathered over cp, scalars (the loss)
+    summed over cp. SlapoError for tensors with another number of axes.
 
     Args:
         cut: which tokens each cp rank computed.
-        output: the model's output for this rank's tokens.
-        given: the batch with all tokens.
+        output: the model's output for this rank's tokens; its loss is this rank's share.
+        given: the batch with all tokens, which tells the length of each output.
     """
 
     def of_all(name: str, x: Any) -> Any:

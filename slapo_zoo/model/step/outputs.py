@@ -20,7 +20,7 @@ def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError if the caller wants hidden states or attention weights that no rank computes unsharded."""
+    """Raise SlapoError for output_hidden_states with pp > 1; output_attentions with pp or tp > 1 or not eager."""
     mesh = model.mesh
     for name in LAYERS:
         if mesh.pp > 1 and asked(model, batch, name):

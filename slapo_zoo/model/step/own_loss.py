@@ -63,9 +63,8 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with the prefix FOR_LOSS at the names of entries that `forward` does not take.
-
-    The user's loss_fn alone gets these entries.
+    """Return the batch with the prefix FOR_LOSS at the names of entries that `forward` does not take. The user's
+    loss_fn alone gets these entries.
     """
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
@@ -77,21 +76,21 @@ def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_loss(part: Mapping[str, Any], cut: Any) -> dict[str, Any]:
-    """Return the entries of a micro-batch for loss_fn, by their names without the prefix FOR_LOSS.
-
-    If tokens are sharded over cp (`cut` is not None), only entries with FOR_LOSS are returned: they have all tokens.
+    """Return the entries of micro-batch `part` for the user's loss_fn, without the prefix FOR_LOSS in names. If tokens
+    are sharded over cp (`cut` is not None), only those that had the prefix, which have all tokens.
     """
     found = {name: x for name, x in part.items() if cut is None or name.startswith(FOR_LOSS)}
     return {name.removeprefix(FOR_LOSS): x for name, x in found.items()}
 
 
 def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: int) -> float:
-    """Return the number by which loss_fn's value on a micro-batch is divided to get its share of the step's loss.
+    """Return the number by which loss_fn's value on a micro-batch is divided to get its share of the step's loss:
+    `parts` if `targets` is None, else totals[0].
 
     Args:
         targets: what the user passed as `targets=`: [number of labels on this rank over which loss_fn sums]; None if
-            loss_fn returns a mean.
-        totals: the same list, summed over all dp ranks.
+            loss_fn returns a mean. SlapoError if it is a list of another length.
+        totals: [that number, summed over all dp ranks].
         parts: number of micro-batches of all dp ranks.
     """
     if targets is None:

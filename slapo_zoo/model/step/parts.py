@@ -68,9 +68,10 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Let users call modules that contain blocks (an encoder, a base model) outside the forward of `model`. `blocks`
-    are the paths of the repeated layers; with `blocks_too` users may call a single layer, too. Without `blocks`,
-    `model` is a copy, whose modules may be called already: they only get `model` as their model.
+    """Let users call modules that contain blocks (an encoder, a base model) outside the forward of `model`: give them a
+    subclass of their class and Part. `blocks` are the paths of the layers; with `blocks_too` layers get one, too. All
+    modules with such a class then refer to `model` as theirs; for a deep copy, whose modules have the classes already,
+    a call without `blocks` does only this.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
@@ -84,9 +85,9 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} for the methods `get_..._features` of the class `cls` (`get_image_features`), which users
-    call alone, outside a forward of the model. A wrapper first casts weights, hooks gradients and chooses dropout
-    masks, as `called` does for a submodule.
+    """Return {name: wrapper} for the methods `get_..._features` of the class `cls` (e.g. `get_image_features`). Users
+    call these alone, outside a forward of the model, so a wrapper, which has the method's arguments, first casts
+    weights, hooks gradients and chooses dropout masks.
     """
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,12 +40,13 @@ class Runtime:
         ledger: record of the load: bytes and files that this rank read, seconds.
         adapters: adapter name --> shapes and placements of its matrices on this stage.
         peft_config: configs of the adapters, as peft keeps them.
-        groups: ranks --> process group of these ranks, where a gradient is summed over a part of a mesh dim.
+        groups: global ranks --> process group, for ranks that sum a gradient but are not all ranks of a mesh dim, such
+            as those with replicas of one KV head.
         source: folder of the checkpoint, or None.
         micro_batches: number of micro-batches where `train_step` is not given one.
         data_parallel: object that runs the model and reduces gradients over dp; ZeRO or an engine (DDP) replaces it.
-        calls: gradient hooks of the model, and the state of a forward that its backward restores.
-        within_engine: True while an engine (a DDP module) calls the model, which then runs `own_forward` alone.
+        calls: gradient hooks of the model; settings (padding, sharded tokens) of a forward, for its backward.
+        within_engine: True while an engine (a DDP module) calls the model, whose forward is then `own_forward` alone.
         generates: True while `generate` is running.
         evaluated: number of forwards without a backward so far (evaluation, `generate`, a pipeline's forward).
         recomputed: paths of the layers that `gradient_checkpointing_enable` recomputes.
@@ -96,10 +97,9 @@ class Runtime:
 
 
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether the tokens of a batch are sharded over tp in this forward (sequence parallelism).
-
-    The sequence lengths of encoder and decoder must be multiples of tp; otherwise this forward runs without sequence
-    parallelism, with the same result and a warning in training.
+    """Return whether the tokens of a batch are sharded over tp in this forward (sequence parallelism). The sequence
+    lengths of encoder and decoder must be multiples of tp; otherwise this forward runs without sequence parallelism,
+    with the same result and a warning in training.
     """
     runtime: Runtime = model._slapo
     if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages check themselves
@@ -129,10 +129,9 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 def calling(
     model: Any, batch: Mapping[str, Any], divided: bool, cut: Any = None
 ) -> AbstractContextManager[None]:
-    """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded.
-
-    `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism); `cut` says which
-    tokens each cp rank computes (None: all).
+    """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded. `divided`
+    is True if the tokens of `batch` are sharded over tp (sequence parallelism); `cut` says which tokens each cp rank
+    computes (None: all).
     """
     real = None if known().real is None else batch["attention_mask"].bool()
     state = model._slapo.schedule.state
@@ -149,10 +148,10 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], own: bool = False, **parts: int) -> None:
-    """Raise MeshError if a batch would be split, but the loss needs all of it: the loss is no mean over rows.
-
-    `parts` are numbers of parts, e.g. micro_batches=4, dp=2; `options` are arguments of the forward, some of which
-    (e.g. output_router_logits) make the loss no mean. With `own` the user's loss_fn replaces the model's loss.
+    """Raise MeshError if a batch is to be split (a number in `parts`, e.g. micro_batches=4 or dp=2, is above 1) and its
+    loss is no mean over rows, because of the model's class or of an option such as output_router_logits=True. `options`
+    are the forward's arguments; the config gives those that are missing. With `own` the user's loss_fn replaces the
+    model's loss: then the class is allowed, unless its forward mixes rows before the loss.
     """
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table

@@ -56,11 +56,11 @@ class StepCounts:
         return torch.arange(self.first, self.first + count, device="cpu")
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the facts of one micro-batch, `rows` rows of this rank from index `start` on: whether a mask hides
-        tokens, the number of targets, the numbers of real tokens (no padding), whether rows pack several sequences.
-
-        With `own_loss` (the user's loss_fn) the numbers are None; with `shown` (the step returns logits) those of real
-        tokens are None, so that layers compute padding too.
+        """Return the counts of one micro-batch, this dp rank's rows `start` to `start + rows` of the step: `padded` (a
+        mask hides a token somewhere in the step), `targets` (number of labels that count), `real` (numbers of tokens
+        other than padding, one per row), `packed` (a row holds several sequences). With `own_loss` (the user's loss_fn)
+        `targets` and `real` are None; with `shown` (the step returns logits) `real` is None, so that layers compute
+        padding tokens too.
         """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
@@ -72,11 +72,11 @@ def count_step(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
-    """Return the counts of targets and padding of a step over all dp ranks; one collective, for which the host waits.
-
-    `tensors` are the entries of the batch with a batch axis, `whole` the others. `counts` are this rank's numbers of
-    targets, one per loss term; `rows` is its number of rows, which may differ between dp ranks. The counts are sent
-    from the batch's device, since nccl needs them there.
+    """Return the StepCounts of a step: numbers of targets (labels that count) over all dp and cp ranks and, for this
+    rank's rows, targets, tokens other than padding, masks and packed rows. One collective, for which the host waits.
+    `tensors` are the entries of the batch with a batch axis, `whole` the others, which may hold position ids. `counts`
+    are this rank's numbers of targets, one per loss term; `rows` is its number of rows, which may differ between dp
+    ranks. The counts are sent from the batch's device, since nccl needs them there.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
@@ -126,11 +126,10 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return {kind of count: this rank's counts}, each a tensor [rows], or a single count.
-
-    Kinds are "targets", "real" (tokens that are no padding), "hidden" (1 if a mask hides a token), "packed" (1 if a row
-    holds several sequences) and "ignored" (1 if all labels at padding are -100). `tensors` are the entries of the batch
-    with a batch axis, `masks` the padding masks among them, `whole` the other entries.
+    """Return {kind of count: this rank's counts}. "targets" and "real" (tokens other than padding) are tensors [rows];
+    "hidden" (a mask hides a token), "packed" (a row holds several sequences) and "ignored" (all labels at padding are
+    -100) are bool tensors [1]. A kind that the batch cannot tell is left out. `tensors` are the entries of the batch
+    with a batch axis, `masks` the padding masks among them, `whole` the others.
     """
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
@@ -161,7 +160,10 @@ def _read(
 
 
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether the model's layers may skip padding; of `batch` only names and shapes are read, no values."""
+    """Return whether the model's layers may skip padding tokens in a training forward of `batch`. True needs attention
+    that skips padding, and a mask [B, S] with labels of this shape; False with cp, pp, sequence parallelism, recomputed
+    or changed modules, or if hidden states are asked for. Of the batch's tensors only names and shapes are read.
+    """
     state = model._slapo.schedule.state
     if model.mesh.size("cp") > 1:
         return False
@@ -195,7 +197,7 @@ def _runs_as_loaded(model: Any) -> bool:
 
 
 def _is_watched(module: Any) -> bool:
-    """Return whether a module must see padding: it has hooks, a changed forward, or attention that cannot skip padding."""
+    """Return whether `module` needs padding: it is compiled, hooked, changed or has attention that cannot skip it."""
     own = vars(module)
     if own.get("gradient_checkpointing") or module._compiled_call_impl or is_changed(module):
         return True

@@ -74,17 +74,19 @@ class Step:
 
     Args:
         model: a scheduled model.
-        tensors: entries with a batch axis, and (under ROWS) the global indices of the rows; micro-batches split them.
-        whole: the other entries, which every micro-batch gets.
+        tensors: name --> entry with a batch axis, which micro-batches split by rows; one more entry, under the key
+            ROWS, holds the rows' indices in the batch of all dp ranks.
+        whole: name --> entry without a batch axis, which every micro-batch gets.
         count: number of micro-batches.
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
-        asked: numbers of targets (labels other than -100) on all dp ranks, and of real tokens in this rank's rows.
+        asked: numbers of targets (labels other than -100) per loss term on all dp ranks, and of real tokens (no
+            padding) in each of this rank's rows.
         means: makes the model divide a micro-batch's sum of losses by the step's number of targets; None: not needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
         scaler: a GradScaler, or None.
-        kept: collects the logits of all micro-batches if the step returns them, else None.
+        kept: store of the logits of all micro-batches if the step returns them, else None.
     """
 
     model: Any
@@ -165,7 +167,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 
 
 def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with its CPU tensors copied to the model's device, which the load may have chosen."""
+    """Return `batch` with its CPU tensors copied to the model's device; SlapoError if it is no mapping."""
     if not isinstance(batch, Mapping):
         problem = f"found a {type(batch).__name__}, expected a dictionary of tensors by name"
         hint = "pass what the tokenizer or collator returns"
@@ -207,12 +209,13 @@ def check(
 def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
-    """Prepare a step on all ranks (collective): give rows global indices, sum label counts over dp, choose the loss.
+    """Return the Step that trains on a batch, whose micro-batches are slices of its rows; collective, on all ranks.
+    Tokens are sharded over cp, rows get indices in the batch of all dp ranks, and numbers of labels are summed.
 
     Args:
         model: a scheduled model.
         options: arguments of `Scheduled.train_step` other than the batch.
-        tensors: entries of the batch with a batch axis, which micro-batches split by rows.
+        tensors: entries of the batch with a batch axis.
         whole: the other entries, which every micro-batch gets.
         rows: number of this dp rank's rows.
         count: number of micro-batches.
@@ -248,11 +251,11 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (numbers of targets that the caller passed, or None; this rank's numbers, which are to be summed over dp).
-
-    A target is a label that counts in the mean loss; each list has a number per loss term. The second list is [] if
-    nobody needs it. `tensors` are the entries of the batch with a batch axis, `whole` the others, from which
-    `num_items_in_batch` is removed; `parts` is the number of micro-batches over all dp ranks.
+    """Return two lists with a number of targets (labels that count in the mean loss) per loss term: those that the
+    caller passed, as `targets=` or `num_items_in_batch`, or None; and this rank's, to be summed over dp and cp. If
+    numbers were passed, the second list is the first. If not, it is [] where a loss_fn or a step of one micro-batch in
+    all needs none. `tensors` are the entries of the batch with a batch axis, `whole` the others, from which
+    `num_items_in_batch` is removed unless there is a loss_fn; `parts` counts micro-batches of all dp and cp ranks.
     """
     targets = options.targets
     if options.loss_fn is None:
@@ -313,9 +316,9 @@ def share(step: Step, loss: Tensor) -> Any:
 
 
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return {name: parameter} that this step trains on this rank, after checks and the registration of gradient hooks.
-
-    `count` is the number of micro-batches, `device` that of the batch.
+    """Return {name: parameter} that this step trains on this rank, after gradient hooks were registered. SlapoError if
+    a hook of the user would see a gradient before all `count` micro-batches are added. Collective, on `device`, over
+    stages that hold one tied weight: they all freeze it if one has; MeshError if its values differ.
     """
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
@@ -336,10 +339,10 @@ def _loss(output: Any, _part: Any) -> Tensor:
 def _accumulate(
     engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
 ) -> Tensor:
-    """Run `count` micro-batches one after the other, without a pipeline; return the sum of their shares of the loss.
-
-    `run` maps (micro-batch, indices of its rows) to its share; `engine` runs each backward and reduces the gradients
-    over dp. Micro-batches split the entries `tensors` of the batch by rows, and each gets all of `others`.
+    """Run `count` micro-batches one after the other, without a pipeline; return the step's loss, summed over them.
+    `run` maps (micro-batch, its rows' indices in the batch of all dp ranks) to its share of the loss; `engine` runs
+    each backward and reduces the gradients over dp. Micro-batches split the entries `tensors` of the batch by rows, and
+    each gets all of `others`.
     """
     total: Any = 0.0
     for i in range(count):
@@ -353,12 +356,13 @@ def _accumulate(
 
 
 class LogitsKept:
-    """Store of the logits of all micro-batches on the ranks of the last stage, which send them to all other ranks.
+    """Store of the logits of all micro-batches on the ranks of the last stage: `add` stores those of one micro-batch,
+    `output` sends all to the other ranks and returns them.
 
     rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
 
     Args:
-        cut: which tokens each cp rank computed; None if the logits are those of all tokens.
+        cut: object that knows which tokens each cp rank has, and gathers them; None if logits have all tokens.
         tokens: number of tokens of a whole row, if `cut` is given.
     """
 

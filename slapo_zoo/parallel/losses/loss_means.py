@@ -44,9 +44,8 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return {argument of labels in `batch`: labels that its mean loss uses}, in the order in which means are computed.
-
-    `class_name` is that of the model: if its loss predicts the next token, the labels are those of the next position.
+    """Return {name of a label argument in `batch`: its labels}, in the order in which a forward computes their mean
+    losses. "labels" lack the first of each row if models of class `class_name` predict the next token.
     """
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     cut = batch.get("shift_labels")  # shifted before the tokens were cut over cp
@@ -99,10 +98,8 @@ class GlobalMeans(TorchFunctionMode):
         self, model: Any, part: Mapping[str, Tensor], expected: Sequence[Tensor] = ()
     ) -> Iterator[None]:
         """Context of a micro-batch's forward of `model`, in which mean losses divide by the counts of the whole batch.
-
         `part` maps argument names to the micro-batch's labels; `expected` is, for each loss term, the number of these
-        labels that are not -100. MeshError is raised if a term's mean is over another number (not checked for an empty
-        `expected`), or if the forward computes no mean loss.
+        that are not -100, or empty. MeshError if a term's mean is over another number, or if there is no mean loss.
         """
         self.expected = expected
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
@@ -120,7 +117,7 @@ class GlobalMeans(TorchFunctionMode):
 
     @staticmethod
     def require_sum(loss: Tensor) -> None:
-        """Raise MeshError if `loss`, from a forward in the context `over`, is no sum of mean losses times constants."""
+        """Raise MeshError if `loss`, computed inside this mode, has a term that is no mean loss times a constant."""
         if not getattr(loss, _SHARE, True):
             raise _refusal("it adds a term that is no mean over targets (a router's load-balancing loss, a z-loss)")  # fmt: skip
 
@@ -153,9 +150,9 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the divisor of the current mean loss: targets (or sum of class weights) in the whole batch.
-
-        `func` is the loss function of torch, called with predictions x, targets y and keyword arguments `options`.
+        """Return the divisor of the mean loss that the forward computes now: its number of targets over all
+        micro-batches and dp ranks or, if it has class weights (`weight=`), the sum of its targets' weights. `func` is
+        the loss function of torch, called with predictions x, targets y and keyword arguments `options`.
         """
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
@@ -182,8 +179,8 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _require_counted(self, k: int, y: Tensor, ignored: int) -> None:
-        """Raise MeshError unless `y`, the targets of loss term `k`, has as many elements other than `ignored` (its
-        `ignore_index`) as the micro-batch has labels other than -100: some models also ignore labels at padding.
+        """Raise MeshError if a micro-batch's loss term `k` uses more or fewer targets than were counted in its labels:
+        elements of the targets `y` other than `ignored` (the loss's `ignore_index`), against labels other than -100.
         """
         found, counted = int((y != ignored).sum()), int(self.expected[k])
         if found != counted:
@@ -192,10 +189,9 @@ class GlobalMeans(TorchFunctionMode):
             raise MeshError("train_step", "the model's loss", problem, hint)
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of the class weights of all targets of loss term `k` (from 0) in the whole batch; for `weight`
-        None each target has weight 1. `ignored` is the `ignore_index` of the loss.
-
-        Raise MeshError if, in the micro-batch, the sum over the targets `y` of the loss and over the labels differ.
+        """Return the divisor of loss term `k` (from 0): the sum of the class weights of its targets over all
+        micro-batches and dp ranks; for `weight` None each target has weight 1. `ignored` is its `ignore_index`.
+        MeshError if `y`, the micro-batch's targets, have another sum of weights than its labels.
         """
 
         def weighed(targets: Tensor) -> Tensor:
@@ -228,8 +224,9 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether the result of the torch operation `name` on `args` is a sum of mean losses times constants: the
-    operation adds such sums, or multiplies one by a constant. A tensor that is such a sum has `_is_share` True.
+    """Return whether the torch operation `name` makes a sum of mean losses times constants of `args`: it adds such
+    sums, multiplies or divides one by a constant, or reshapes or casts one. The caller stores the result as `_is_share`
+    of the new tensor; mean losses have it True.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

@@ -1,7 +1,8 @@
-"""Several ranks as threads of one process: all ranks, by `emulate` for notebooks, or virtual ranks, by `exact=`.
+"""Several ranks as threads of one process.
 
-With `exact=` other virtual ranks may be in other processes. Every thread has its own gloo process groups, so the same
-collectives run, in the same order and with the same results, wherever the ranks are.
+`emulate`, for notebooks, runs all ranks of a job so. `exact=` of `from_pretrained` fixes the mesh of a training; the
+ranks of this mesh are called virtual, and each process runs an equal share of them. Every thread has its own gloo
+process groups, so the same collectives run, in the same order and with the same results, wherever the ranks are.
 """
 
 import functools
@@ -36,7 +37,6 @@ _STAYS = threading.Event()  # set while the ranks that hold the lock live until 
 
 class HostedRanks:
     """Ranks of one process group that run as threads of this process; as a context, it starts and ends the threads.
-
     Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
 
     Args:
@@ -142,8 +142,8 @@ class HostedRanks:
     def _done(
         self, rank: int, function: Callable[..., Any], *args: Any
     ) -> tuple[Any, BaseException | None]:
-        """Call `function(rank, *args)`; return (result, None), or (None, error) if the call raised. After an error
-        that not all ranks raised alike, the rank leaves its process groups, and later calls return the same error.
+        """Call `function(rank, *args)`; return (result, None), or (None, error) if the call raised. After an error that
+        other ranks may lack (`is_agreed` False) the rank leaves its process groups, and later calls return it.
         """
         if rank in self._failed:
             return None, self._failed[rank]
@@ -218,7 +218,6 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def called_once(function: Callable[[], Any]) -> Callable[[], Any]:
     """Wrap a function without arguments: its first call runs the body, and every call returns that result.
-
     `functools.cache` alone lets two threads run the body when both call it first.
     """
     cached = functools.cache(function)
@@ -244,7 +243,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def _leave_at_once() -> None:
-    """Abort this rank's process groups, so that its peers stop waiting, and leave the world."""
+    """Abort and destroy all process groups of this rank, a thread that failed: its peers stop waiting."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):
             group.abort()
@@ -278,10 +277,9 @@ def _set_aside() -> Iterator[None]:
 
 @contextmanager
 def _loads_in_turn() -> Iterator[None]:
-    """Context in which plain `from_pretrained` of transformers runs in one thread at a time.
-
-    While it builds a model, transformers replaces `PreTrainedModel.tie_weights` by an empty method and sets the
-    default dtype, for all threads: one thread would tie no weights, and another would "restore" the empty method.
+    """Context in which plain `from_pretrained` of transformers runs in one thread at a time. While it builds a model,
+    transformers replaces `PreTrainedModel.tie_weights` by an empty method and sets the default dtype, for all threads:
+    one thread would tie no weights, and another would "restore" the empty method.
     """
     from transformers import PreTrainedModel
 
@@ -300,8 +298,8 @@ def _loads_in_turn() -> Iterator[None]:
 
 
 def _allow_files(pairs: int) -> None:
-    """Increase this process's limit of open files, as gloo opens a socket for each of `pairs` pairs of ranks, in several
-    process groups, and ends the process where it cannot. MeshError is raised if the system's limit is too low.
+    """Raise this process's limit of open files to what gloo needs: a socket for each of `pairs` pairs of ranks in each
+    of several process groups. Without it gloo kills the process. MeshError if the system's hard limit is lower.
     """
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 2 * pairs + 256
@@ -315,10 +313,9 @@ def _allow_files(pairs: int) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which torch computes with one CPU thread, and a GeneratorOfThreads replaces its CPU generator.
-
-    Ranks that are threads share that generator, so the replacement keeps for each rank a number that identifies the
-    state which the generator would have if the rank were a process.
+    """Context in which torch computes with one CPU thread, and a GeneratorOfThreads replaces its CPU generator. Ranks
+    that are threads draw from that one generator. The replacement passes every call on to it, and keeps for each rank a
+    hash of the state in which the generator would be if the rank were a process.
     """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random

@@ -27,13 +27,13 @@ ENDED = "ended"
 
 
 class Heart:
-    """Thread that tells the other ranks, through the store, that this rank is alive.
+    """Thread, started at once, that tells the other ranks each second, through the store, that this rank is alive.
 
     Args:
         store: key-value store of the process group.
         rank: this rank.
         size: number of ranks.
-        begun: numbers of collectives that this rank has begun, per group, and the line that began the last one.
+        begun: counts, per process group, of the collectives that this rank has begun; and the user's line of the last.
 
     Attributes:
         error: JSON of the first error that a rank has published, or "".
@@ -94,13 +94,13 @@ class Heart:
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have begun more collectives than this rank in some group that has both ranks."""
+        """Return those of `ranks` that have reported more collectives than this rank has begun, in a group of both."""
         mine = self._counts()
         theirs = ((rank, json.loads(self._get(_key("begun", rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
-        """Return {rank: seconds since a call of this method first saw the rank's newest heartbeat}."""
+        """Return {rank: seconds for which calls of this method have found the same heartbeat}; 0 at the first call."""
         now = time.monotonic()
         for rank in range(self.size):
             value = self._get(_key("beat", rank), "")
@@ -134,9 +134,8 @@ _ALIVE: WeakSet[Heart] = WeakSet()
 
 @atexit.register  # registered at import, so that it runs after the exit functions that leave process groups
 def _stop_all() -> None:
-    """End all heartbeat threads at exit, even if the process group is already destroyed.
-
-    A thread that is still in the C++ code of the store when the interpreter ends would abort the process.
+    """End all heartbeat threads at exit, even if the process group is already destroyed. A thread that is still in the
+    C++ code of the store when the interpreter ends would abort the process.
     """
     hearts = list(_ALIVE)
     for heart in hearts:
@@ -164,9 +163,8 @@ _OF_WORLD: WeakKeyDictionary[Any, Heart | None] = WeakKeyDictionary()
 
 
 def current() -> Heart | None:
-    """Return the heartbeat of this rank in the current process group, started on the first call.
-
-    The result is None without a process group, with one rank, or if the store cannot be cloned.
+    """Return the heartbeat of this rank in the current process group, started on the first call. The result is None
+    without a process group, with one rank, or if the store cannot be cloned.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

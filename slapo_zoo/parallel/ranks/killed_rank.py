@@ -58,7 +58,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 
 def publish_error(exc: BaseException, what: str = "") -> None:
-    """Write this rank's error `exc`, raised in step `what`, into the store, unless the store has an error already."""
+    """Write this rank's error `exc`, raised in the call `what` ("forward"), to the job's store, unless it has one."""
     store = default_store()
     if store is None:
         return
@@ -81,8 +81,9 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Context of the step named `what`: an error raised in it is written into the store, so that peers raise it too.
-    If the error only says that a peer was lost, that peer's own error is raised instead.
+    """Context of the call named `what` ("forward"): an error raised in it is written to the process group's key-value
+    store, so that peers raise it too. If it only says that a peer was lost, a RankError with that peer's own error, or
+    without one the peer's name, is raised instead.
     """
     token = _WITHIN.set(what)
     try:
@@ -156,9 +157,8 @@ def _await_peer_error() -> RankError | None:
 
 
 def _linger() -> None:
-    """Keep rank 0 alive, if it holds the store, until its peers have read the first error, at most LINGER_S seconds.
-
-    If torchrun or run_local holds the store, or the ranks are threads of one process, do not wait.
+    """Keep rank 0 alive, if it holds the store, until its peers have read the first error, at most LINGER_S seconds. If
+    torchrun or run_local holds the store, or the ranks are threads of one process, do not wait.
     """
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if dist.get_rank() != 0 or kept or _of_one_process(default_store()):

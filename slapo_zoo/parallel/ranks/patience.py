@@ -162,8 +162,8 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the late ranks, which have reached the step less than `number` times. RankError if a rank failed or a late
-    one is silent. `what` names the step in messages, `place` is its key in the store; the wait began `seconds` ago.
+    """Return the ranks that have not reached the step `what` for the `number`-th time. RankError if a rank failed, a
+    late one had no heartbeat for 45 s, or `seconds`, the wait, is over an hour. `place` is its key in the store.
     """
     heart = heartbeat.current()
     if heart is None:

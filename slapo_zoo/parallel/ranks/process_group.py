@@ -59,8 +59,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     """Join the process group that the launcher's environment variables describe; return False if there is none.
 
     Args:
-        timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or 60
-            (600 with NCCL). Steps in which one rank works alone may take an hour.
+        timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or 60 (600 with
+            NCCL). The wait for a rank that works alone (a download, the check of a schedule) ends after an hour only.
         device: "cpu" (gloo) or "cuda" (nccl); None takes "cuda" if every rank has a GPU of its own, else "cpu".
     """
     if dist.is_initialized() or not is_distributed_launch():
@@ -93,10 +93,9 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
 
 
 def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
-    """Create the default process group, and return when every rank has joined; try twice if a peer was lost.
-
-    A rank that returned earlier could fail and close connections that other ranks still open. `store` is the
-    key-value store through which ranks connect, `options` are those of init_process_group.
+    """Create the default process group, and return when every rank has joined: a rank that went on earlier could fail
+    and close connections that others still open. If any rank lost a peer, all try once more, and then raise. `store` is
+    the key-value store through which ranks connect, `options` are those of init_process_group.
     """
     for attempt in (1, 2):
         tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
@@ -118,8 +117,8 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
     """Report through the store that this rank has joined (`is_one`) or failed; wait for all `size` ranks' reports.
-
-    Returns False if any rank reports a failure, True otherwise, at the latest after JOIN_S seconds.
+    Return False if all have reported, some a failure; True if all joined, or if reports are missing after JOIN_S
+    seconds.
     """
     store.add("joined" if is_one else "failed", 1)
     deadline, pause = time.monotonic() + JOIN_S, 1e-4
@@ -134,9 +133,8 @@ def _all_joined(store: Any, size: int, is_one: bool) -> bool:
 
 def _own_gpu(store: Any, rank: int, size: int) -> torch.device | None:
     """Return this rank's CUDA device, made the current one; None on all ranks unless each has a device of its own. All
-    `size` ranks call this function, and tell each other through `store` whether they have one.
-
-    A launcher shows a rank all devices of its machine, or (`srun --gpus-per-task`, Ray) the rank's own devices alone.
+    `size` ranks call this function, and tell each other through `store` whether they have one. A launcher shows a rank
+    all devices of its machine, or (`srun --gpus-per-task`, Ray) the rank's own devices alone.
     """
     count, has_own = torch.cuda.device_count() if torch.cuda.is_available() else 0, False
     index = int(os.environ.get("LOCAL_RANK", rank)) % max(count, 1)

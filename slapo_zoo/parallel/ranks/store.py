@@ -65,9 +65,8 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def local_store() -> Any:
-    """Return a key-value store for the ranks of this machine that listens on the loopback interface only.
-
-    A TCPStore listens on all interfaces by default, and anyone who can connect to it can forge addresses.
+    """Return a key-value store for the ranks of this machine that listens on the loopback interface only. A TCPStore
+    listens on all interfaces by default, and anyone who can connect to it can forge addresses.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port, fileno = listener.getsockname()[1], listener.detach()  # the store closes it
@@ -77,10 +76,10 @@ def local_store() -> Any:
 
 
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """Return a token that is the same on all ranks of this start of the job, and that no earlier start has used.
-
-    Rank 0 writes a random token to `store`. Each other rank answers by a random text, and returns the token once rank 0
-    has listed this text: with a token of an earlier start, still in the store, other texts are listed.
+    """Return a token that is the same on all ranks of this start of the job, and that no earlier start has used. Rank 0
+    writes a random token to `store`, where others may first read an earlier start's. Each other rank writes a random
+    text for the token that it read. Rank 0 lists the texts for its own token; who finds its text there returns the
+    token. DistStoreError after `timeout_s`.
     """
     mine = uuid.uuid4().hex
     if rank == 0:

@@ -58,7 +58,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return `seeds` [n], one per block of a dropout mask, moved `elements` elements ahead in every block."""
+    """Return the seeds with which a mask begins at element `elements` of each block that `seeds` [n] seed."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
@@ -78,9 +78,8 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Cut the n blocks of a dropout mask with the seeds `seeds` [n] as `split_cells` does; a custom op of torch.
-
-    Return seeds [n * parts], one per new block of `size` elements, that skip the first `first` elements of each.
+    """Return seeds [n * parts]: `seeds` [n] seed n blocks of a dropout mask, each is cut into `parts` blocks of `size`
+    elements, and of each new block the first `first` elements are skipped. A custom op of torch.
     """
     return later(split_cells(seeds, parts, size), first)
 
@@ -153,7 +152,9 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """Dropout seeds of a micro-batch with a fixed number of rows, and the (module, row, head) that each seed is for."""
+    """Dropout seeds of all modules for one micro-batch, in one tensor `made`. `add` registers (hash of the module's
+    path, rows of its input, these per row of the micro-batch, heads); `places` maps this to its slice of `made`.
+    """
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head
@@ -188,7 +189,6 @@ class DeviceSeeds:
         count: int, heads: Sequence[int],
     ) -> Tensor:  # fmt: skip
         """Return the dropout seeds of a module in a micro-batch: [count * len(heads)], or [count] for empty `heads`.
-
         `seed` is the run's, `position` is (step, first row, number of rows) of the micro-batch, `site` the hash of the
         module's path, `count` the rows of its input (a multiple of the micro-batch's), `heads` global head indices.
         """

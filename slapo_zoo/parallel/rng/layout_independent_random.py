@@ -53,7 +53,7 @@ _SEEDS = _SeedsOfGraphs()
 
 
 class RandomStream(StreamPosition):
-    """Source of the model's random numbers at its current step and rows: dropout masks, or seeds to hash them from."""
+    """Source of dropout masks, or of seeds to hash them from, the same on every mesh; `call` sets step and rows."""
 
     def keep_mask(
         self, x: Tensor, p: float, site: Where, heads: Sequence[int] = (), first: int = 0
@@ -94,15 +94,15 @@ class RandomStream(StreamPosition):
     def drawn(
         self, x: Tensor, p: float, site: Where, of: str = "mask", part: tuple = ()
     ) -> dict[str, Any]:
-        """Return the arguments of `kernels.dropout` for x: {"keep": mask}, or {"seeds", "p"} to hash the mask from.
+        """Return the arguments of `kernels.dropout` for x: {"keep": mask} on a CPU, {"seeds", "p"} on a GPU.
 
         Args:
             x: this rank's input of the dropout.
             p: probability that an element becomes 0.
             site: path of the module that drops.
-            of: how x is sharded: "mask" (unsharded, or over heads), "columns" or "tokens".
-            part: for "mask" (global indices of the heads on axis 1,) or (); for "columns" ((first, one past the last),
-                unsharded number of columns); for "tokens" (number n of token slices, index of this rank's slice).
+            of: how x is sharded: "mask" (not, or over heads), "columns" (last axis) or "tokens".
+            part: for "mask" (global indices of the heads on axis 1,), or () if x has no such axis; for "columns"
+                ((first, one past the last), unsharded number of columns); for "tokens" (number of slices, this rank's).
         """
         if self.cut is not None and of == "mask":
             of, part = ("queries", part) if part else ("tokens", (self.cut.n, self.cut.r))
@@ -119,10 +119,12 @@ class RandomStream(StreamPosition):
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """Return the seeds, on the device of x, from which operators hash the dropout mask of x.
+        """Return the seeds, int64 on the device of x, from which operators hash the dropout mask of x.
+
+        There is one seed per row, or per row and head (heads fastest); where layers skip padding, one per token.
 
         Args:
-            x: [rows, ...], or [rows, len(heads), ...]; it is cut into as many equal blocks as there are seeds.
+            x: [rows, ...], or [rows, len(heads), ...].
             site: path of the module that drops.
             heads: global indices of the heads on axis 1; each head has a seed of its own.
         """
@@ -163,9 +165,8 @@ class RandomStream(StreamPosition):
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds from which operators hash the dropout mask of an x with the r-th of n equal token slices.
-
-        x is [rows, tokens / n, ...] or [rows * tokens / n, width]; `site` is the path of the module that drops.
+        """Return the seeds of the dropout mask of x, the r-th of n equal slices of the tokens: one per row for x [rows,
+        tokens / n, ...], one per token for x [rows * tokens / n, width]. `site` is the module's path.
         """
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
@@ -174,8 +175,8 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seeds, as ints, of the blocks (cells) of a dropout mask of `count` rows for the module at path
-        `site`: one per row or, for `heads` (global indices), one per row and head with heads fastest.
+        """Return the seeds, as ints, of the dropout mask of an input with `count` rows (a multiple of the micro-batch's
+        rows) of the module at path `site`: one per row or, for `heads` (global indices), one per row and head.
         """
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
@@ -202,15 +203,16 @@ class RandomStream(StreamPosition):
 
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T]. `site` is the attention's path,
-        `heads` are the global indices of all heads of the tp rank; with cp, x may have some of them (`_of_queries`).
+        `heads` are the global indices of all heads of the tp rank. With cp x has all of them, for this cp rank's
+        queries; with cp by "ulysses" it has this cp rank's share of them, for all queries.
         """
         return self.keep_mask(x, p, site, *self._of_queries(x, heads))
 
     def queries_again(
         self, x: Tensor, p: float, site: Where, heads: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """Return a function that draws this step's dropout mask, 0 and 1, of attention weights x [B, H, s, T], even if
-        called in a later backward. Arguments are those of `keep_queries`.
+        """Return a function that makes this step's dropout mask, 0 and 1, in the shape and dtype of attention weights x
+        [B, H, s, T], also in a later backward: its seeds are chosen now. Arguments are those of `keep_queries`.
         """
         heads, first = self._of_queries(x, heads)
         if not self.draws_in_blocks(x.device):
@@ -218,9 +220,8 @@ class RandomStream(StreamPosition):
         return partial(drawn_cells, x, p, self.cells(x.shape[0], site, heads), first)
 
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
-        """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
-
-        Arguments are those of `keep_queries`.
+        """Return the seeds [B * H] from which operators hash the dropout mask of attention weights x [B, H, s, T].
+        `site` is the attention's path, `heads` are the global indices of all heads of the tp rank.
         """
         heads, first = self._of_queries(x, heads)
         return later(self.seeds(x, site, heads), first) if first else self.seeds(x, site, heads)
@@ -282,10 +283,8 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return the arguments (key, site) by which custom operators get the path of a module: (None, the path) or, for a
-    SiteName, (hash of the path's beginning as a tensor, rest of the path).
-
-    Blocks whose paths differ only in their beginning share one compiled graph.
+    """Return the arguments (key, site) by which custom operators get a module's path: (None, path). For a SiteName, a
+    module in a block, (hash of the block's path as a tensor, rest of the path), so that blocks share a graph.
     """
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
@@ -299,12 +298,12 @@ def drawn_mask(
     at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
     heads: Sequence[int], first: int, shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
+    """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op. `seed` is the run's.
 
     `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if masks depend on the row
-    of the batch (axis 0); `real` [B, S] marks tokens that are no padding, or is None. `site` is the module's path; or
-    `key` is the hash of the path's beginning, and `site` the rest. `heads` are the global indices of axis 1, or empty;
-    `first` elements of each row or head of the unsharded tensor come before this tensor's.
+    of the batch (axis 0); `real` [B, S] marks tokens that are no padding, or is None. If `key` is None, `site` is the
+    module's path; else `key` is the hash of the path's beginning, and `site` the rest. `heads` are the global indices
+    of axis 1, or empty; `first` elements of each row or head of the unsharded tensor come before this tensor's.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     stream = _stream(at, seed, rows, real)
@@ -321,10 +320,11 @@ def drawn_uniform(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     shape: Sequence[int], dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return numbers in [0, 1) in `shape` on `device`, drawn from one seed per row; a custom op.
+    """Return numbers in [0, 1) in `shape` on `device`; a custom op. `seed` is the run's. Each row has a seed of its
+    own, the same in every micro-batch unless `rows` is True.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch. `rows` is True if numbers depend on the
-    row of the batch. `site` is the module's path; or `key` is the hash of the path's beginning, and `site` the rest.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch. If `key` is None, `site` is the module's
+    path; else `key` is the hash of the path's beginning, and `site` the rest.
     """
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
@@ -342,9 +342,10 @@ def drawn_seeds(
 ) -> Tensor:  # fmt: skip
     """Return the dropout seeds of a module for `count` rows, [count] or one per head [count * len(heads)]; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `count` is a multiple of that number if the
-    module sees each row several times. `rows` is True if seeds depend on the batch's row. `site` is the module's path;
-    or `key` is the hash of the path's beginning, and `site` the rest. `heads` are global indices, or empty.
+    `seed` is the run's; `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `count` is a multiple
+    of its rows if the module sees each several times. If `rows` is False, seeds depend on a row's index in the
+    micro-batch only. If `key` is None, `site` is the module's path; else `key` is the hash of the path's beginning, and
+    `site` the rest. `heads` are global indices, or empty.
     """
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()

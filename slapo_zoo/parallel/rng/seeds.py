@@ -72,7 +72,9 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Context in which torch draws from the state `name`, continued from the end of the last `fork` of this name."""
+        """Context in which torch draws, on CPU and GPUs, from the state `name`, where the last `fork` of this name
+        stopped; at the end the generators' own states return. ScheduleError for an unknown name.
+        """
         if name not in self.states:
             problem = f"found no generator state of this name, only {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first, or add(name, seed) for a name of your own"
@@ -98,10 +100,10 @@ class RngTracker:
 
 
 class GeneratorOfThreads(threading.local):
-    """Wrapper of torch's CPU generator for ranks that are threads of one process and share this generator.
+    """Wrapper of torch's CPU generator for ranks that are threads of one process; all draw from this one generator.
 
-    Each thread has its own `mark`: a number that identifies the state which the generator of that rank would have in a
-    process of its own. Equal marks tell a recompute from a new call; the shared state cannot: all threads change it.
+    Each thread has its own `mark`, a hash of the state in which the generator would be if the rank were a process;
+    seeding, setting a state and `advance_generator` change it. Equal marks tell a recompute from a new call.
     """
 
     def __init__(self, own: torch.Generator):

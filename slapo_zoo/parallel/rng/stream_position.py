@@ -16,10 +16,10 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """Path of a dropout module; the hash of `base` is a tensor, so torch.compile makes one graph for all blocks.
+    """Path of a dropout module: base + suffix. `key`, the base's hash, is a tensor, so blocks share a compiled graph.
 
     Args:
-        base: a path, or the SiteName with which this name begins.
+        base: path of a block, or a SiteName, whose base and `key` this name takes over and whose suffix it continues.
         suffix: text that follows `base` in the path.
     """
 
@@ -117,8 +117,8 @@ class StreamPosition:
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint needs so that a resumed run draws what an unbroken run draws: {"seed", "step",
-        "calls": number of calls of the model that drew and were no training step, "turns": [(hash of a module's path,
-        index of its last draw outside a call of the model in this step)]}.
+        "calls": number of dropout-drawing forwards so far outside training steps, "turns": [(hash of a module's path,
+        number - 1 of its draws in this step outside any forward of the model)]}.
         """
         return {"seed": self.seed, "step": self.step, "calls": self.calls, "turns": [*self._turns.items()]}  # fmt: skip
 
@@ -144,10 +144,10 @@ class StreamPosition:
 
     @contextmanager
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
-        """Context of a call of the model, or of one of its submodules; each call draws its own dropout masks.
+        """Context of a call of the model, or of one of its submodules: sets the step and rows that seed its dropout.
 
-        If a call starts from a state of torch's generator from which an earlier call started (a recomputation, or the
-        same seed set again), it draws the same masks. A call that draws advances the generator.
+        Each call has dropout masks of its own. If torch's generator is in the state it had when an earlier call began
+        (a recompute, the same seed set again), that call's masks are drawn. A drawing call advances the generator.
 
         Args:
             trains: True for a training forward of the whole model, which advances `step` by 1.
@@ -172,9 +172,8 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Store, at the first draw of a model call, its position by the state of torch's generator at the call's start.
-
-        A later call that starts from the same state (a recomputation) then draws the same numbers.
+        """At the first draw of a model call, store the call's position (step, first row, number of rows) under the
+        state of torch's generator at the call's start. A call that starts from it again, a recompute, draws alike.
         """
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)

@@ -111,9 +111,8 @@ def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
-    """Apply `fully_shard`, with its `options`, to each block, then to the model, and return the model.
-
-    A block is gathered while it runs; parameters outside the blocks stay gathered from forward to backward.
+    """Apply `fully_shard`, with its `options`, to each block, then to the model, and return the model. A block is
+    gathered while it runs; parameters outside the blocks stay gathered from forward to backward.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -130,7 +129,7 @@ def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated blocks of a model: the children of its outermost module lists that have parameters."""
+    """Yield a model's repeated blocks: items (with parameters) of each ModuleList that is inside no other."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from (block for block in child if next(block.parameters(), None) is not None)
@@ -181,10 +180,9 @@ class _Fsdp2(DataParallel):
 
 
 class _Fsdp2Stages(_Fsdp2):
-    """FSDP2 on a pipeline stage: parameters outside the blocks stay gathered during a step.
-
-    A stage that is not the last leaves the model's forward in the middle, so FSDP2's hook at the end of the forward,
-    which would gather those parameters for the backward, does not run.
+    """FSDP2 on a pipeline stage: parameters outside the blocks stay gathered during a step. A stage that is not the
+    last leaves the model's forward in the middle, so FSDP2's hook at the end of the forward, which would gather those
+    parameters for the backward, does not run.
     """
 
     def __init__(self, native: Any, mesh: Mesh):
@@ -204,7 +202,9 @@ class _Fsdp2Stages(_Fsdp2):
 
 
 class _WholeDTensors(Whole):
-    """Unsharded copies of FSDP2's parameters and of the optimizer's state, gathered over dp, for checkpoints."""
+    """Copies of FSDP2's parameters and optimizer state, gathered over dp, from which a checkpoint is written or into
+    which one is read: `tensors` {name: copy} and `optimizer`. `put_back` writes the copies into FSDP2's shards.
+    """
 
     def __init__(self, model: Any, optimizer: Any):
         self.divided = dict(model.named_parameters())

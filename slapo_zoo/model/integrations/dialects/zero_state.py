@@ -46,12 +46,13 @@ def _whole_parameter(p: Any) -> Tensor:
 
 
 class WholeZero(Whole):
-    """Unsharded copies of ZeRO's parameters, and a torch optimizer over these copies with unsharded state.
+    """Unsharded copies of ZeRO's parameters (`tensors`), and a torch `optimizer` over them with unsharded state, from
+    which a checkpoint is written or into which one is read. `put_back` writes the copies into ZeRO's shards.
 
     Args:
         model: a scheduled model in a DeepSpeed engine of ZeRO stage 1 to 3.
-        optimizer: DeepSpeed's optimizer.
-        groups: parameters of each group of the optimizer.
+        optimizer: DeepSpeed's optimizer, or None.
+        groups: for each parameter group of the torch optimizer inside DeepSpeed's, the model's parameters in it.
     """
 
     def __init__(self, model: Any, optimizer: Any, groups: list[list[nn.Parameter]]):
