@@ -65,7 +65,8 @@ def _forward(
     token_type_ids: Tensor | None = None,
     position_ids: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
-    past_key_values_length: int = 0,
+    before: int = 0,
+    **by_name: int,
 ) -> Tensor:
     """Run BertEmbeddings.forward (same arguments) with this kernel's norm and dropout. The embeddings are looked up by the
     child modules, not by the kernel, because a child that is sharded over tp also all-reduces its output.
@@ -73,7 +74,8 @@ def _forward(
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]
     if position_ids is None:
-        position_ids = module.position_ids[:, past_key_values_length : S + past_key_values_length]
+        first = sum(by_name.values(), before)  # transformers 5.24 has renamed the argument
+        position_ids = module.position_ids[:, first : S + first]
     if token_type_ids is None:
         token_type_ids = torch.zeros((B, S), dtype=torch.long, device=given.device)
     z = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds

@@ -89,7 +89,7 @@ def _forward(
     mask: Tensor | None = None,
     key_value_states: Tensor | None = None,
     position_bias: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
     """Run T5Attention.forward (same arguments) with this kernel; return (output, weight, None). T5's `weight`
@@ -98,7 +98,8 @@ def _forward(
     The class's own forward runs for packed sequences, for masks under a compiler, if a cache holds tokens, and if
     `position_bias` is [1, H, S, T]; in the last case, and in a first layer with a cache, that bias is returned.
     """
-    held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
+    cache = kwargs.pop("past_key_values", cache)  # its name before transformers 5.24
+    held = cache is not None and cache.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
     causal = module.is_causal and key_value_states is None
     S, T = hidden_states.shape[1], source.shape[1]
@@ -110,15 +111,15 @@ def _forward(
     scaled = getattr(module, "scaling", 1.0) != 1.0
     if made or held or scaled or not hides_only_padding(mask, S, T, causal):
         own = partial(type(module).forward, module, hidden_states, mask, key_value_states)
-        if made or (position_bias is None and past_key_values is not None):
-            return own(position_bias, past_key_values, **kwargs)
+        if made or (position_bias is None and cache is not None):
+            return own(position_bias, cache, **kwargs)
         bias = None if table is None else _bias_of(module, table, S, T + (held or 0))
-        out, _, *others = own(bias, past_key_values, **kwargs)
+        out, _, *others = own(bias, cache, **kwargs)
         return out, table, *others
     q = _heads(module, module.q(hidden_states))
     k, v = _heads(module, module.k(source)), _heads(module, module.v(source))
-    if past_key_values is not None:
-        k, v = _remember(module, past_key_values, k, v, key_value_states is not None)
+    if cache is not None:
+        k, v = _remember(module, cache, k, v, key_value_states is not None)
     out = t5_attention(
         q, k, v, table, not module.is_decoder, causal,
         keys_of(mask, k.shape[2]), module.relative_attention_max_distance,
