@@ -4,7 +4,7 @@ In shapes: D hidden, H heads, F ffn, V vocabulary; n is the number of tp ranks. 
 """
 
 from slapo_zoo.zoo.options import tunable
-from slapo_zoo.zoo.rules import column, dropout_on, enter, row, sizes, vocab, vocab_head, whole
+from slapo_zoo.zoo.rules import attention, column, dropout_on, enter, row, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register
 
 GPTJ = register(
@@ -17,11 +17,11 @@ GPTJ = register(
             ("wte",                   vocab),                      # [ceil(V/n), D], y summed over tp
             ("h.*.ln_1",              whole),                      # [D], read by both halves
             ("h.*.attn",              enter),                      # dx summed over tp
-            ("h.*.attn",              sizes(("num_attention_heads", ""), ("embed_dim", "head_dim"))),
+            ("h.*.attn",              attention("num_heads", ("num_attention_heads", ""), ("embed_dim", "head_dim"))),
             ("h.*.attn.q_proj",       column(0, "head_dim")),      # [D/n, D]
             ("h.*.attn.k_proj",       column(0, "head_dim")),      # [D/n, D]
             ("h.*.attn.v_proj",       column(0, "head_dim")),      # [D/n, D]
-            ("h.*.attn.attn_dropout", dropout_on(1, "num_heads")),  # probabilities [B, H/n, S, S]
+            ("h.*.attn.attn_dropout", dropout_on(1, "num_heads")),  # [B, H/n, S, S], before 5.24
             ("h.*.attn.out_proj",     row(1, "head_dim")),         # [D, D/n], y summed over tp
             ("h.*.mlp",               enter),                      # dx summed over tp
             ("h.*.mlp.fc_in",         column(0)),                  # [F/n, D]
@@ -33,6 +33,6 @@ GPTJ = register(
         ),
         blocks=("h.*",),
         tunable=tunable(attention=("eager",)),
-        seam=False,
+        seam=None,
     )
 )

@@ -91,15 +91,23 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
+def calls_interface(cls: type) -> bool:
+    """Return whether attention in the modeling file of a class of transformers goes through its AttentionInterface."""
+    names = {c.__module__ for c in cls.__mro__ if "transformers.models." in c.__module__}
+    return any(hasattr(sys.modules[name], "ALL_ATTENTION_FUNCTIONS") for name in names)
+
+
+def build_on_meta(
+    cls: Any, config: Any, dtype: torch.dtype, own_attention: bool | None = True
+) -> Any:
     """Return the model of class `cls` and `config` as `transformers` defines it, on the meta device, with floating
-    parameters of `dtype`, with weights tied, in eval mode. The config's `dtype` is set, and with `own_attention` also
-    its `_attn_implementation`, to slapo_zoo's attention function.
+    parameters of `dtype`, with weights tied, in eval mode. The config's `dtype` is set, and with `own_attention` (None:
+    if `calls_interface(cls)`) also its `_attn_implementation`, to slapo_zoo's attention function.
     """
     from transformers.initialization import no_init_weights
 
     attention.register_attention()
-    if own_attention:
+    if calls_interface(cls) if own_attention is None else own_attention:
         config._attn_implementation = NAME
     config.dtype = dtype  # read by heads that build their base by an Auto class
     try:

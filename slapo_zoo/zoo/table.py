@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf.models import calls_interface
 from slapo_zoo.language.directive import Directive
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.paths import nearest
@@ -38,7 +39,8 @@ class Table:
             model defines them in that order.
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
         calls: name of the config attribute that says how often one block with shared weights runs (ALBERT); "": once.
-        seam: True if attention calls transformers' AttentionInterface, so that a child `core_attn` can take its place.
+        seam: True if attention calls transformers' AttentionInterface, so that a child `core_attn` can take its place;
+            None: in some releases of transformers.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
         num_tokens: function that gets the config, and for images their (height, width), and returns the number of
             tokens that the model makes of an input other than text; None for text.
@@ -66,7 +68,7 @@ class Table:
     order: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()
     calls: str = ""
-    seam: bool = True
+    seam: bool | None = True
     all_tokens: tuple[str, ...] = ()
     num_tokens: Callable[..., int] | None = None
     renames: tuple[tuple[str, str], ...] = ()
@@ -87,7 +89,8 @@ class Table:
         dims: dict[str, int] = {}
         for name, of in self.dims.items():
             dims[name] = _number(of, model.config, dims)
-        rows = [*body, *self.heads]
+        lacks = "" if self.seam is not None or calls_interface(type(model)) else "core_attention"
+        rows = [(p, [d for d in rule if d.name != lacks]) for p, rule in (*body, *self.heads)]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def positions_of(self, cls: type) -> str | None:
