@@ -160,8 +160,8 @@ class Offloads:
         Args:
             path: path of the module.
             module: the module; its parameters and buffers stay on the device.
-            keeps: functions that get a tensor before it is copied, the last one first, and return the tensor itself or
-                a handle (an object for autograd to save); after a handle nothing is copied to the host.
+            keeps: functions that get a tensor before it is copied, the last one first, and return the tensor itself, or
+                an object that autograd saves in its place; then no more of them run and nothing is copied.
         """
         last, order = self._last, self.paths.index
         follows = last is not None and order(last.path) < order(path)

@@ -36,7 +36,7 @@ class Begun:
     line: tuple[str, int] | None = None
 
     def add(self, count: list[int]) -> None:
-        """Add 1 to `count[0]`, for a list `count` in `counts`; store the user's line that begins a collective."""
+        """Count one more begun collective in `count`, one of the lists in `counts`; store the user's line that begins it."""
         count[0] += 1
         self.note_line()
 

@@ -115,7 +115,7 @@ class Placement:
         return found
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
-        """Return (first, one past the last) of the units (`unit` indices) on rank `r` of `n`, of `units` in all."""
+        """Return (number of the first unit, number after the last) that rank `r` of `n` holds of `units` units of the axis."""
         if self.pad:
             share = -(-units // n)
             return min(r * share, units), min((r + 1) * share, units)

@@ -44,7 +44,7 @@ class Staging:
         self._lock = -1
 
     def create(self) -> None:
-        """Raise WeightsError if `target` may not be replaced; delete killed saves' folders; create a temporary one."""
+        """Create the folder `path`; delete those of killed saves (no process locks them); WeightsError by the rule of `mark`."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.target.parent):  # else another save may delete it before its lock
             _sweep(self.target)

@@ -42,7 +42,7 @@ def _divide_groups(site: Site, param_name: str, directive: "Shard", _runs: list[
 
 
 def _groups(module: Any) -> tuple[str, int]:
-    """Return (attribute for the number of channel groups, that number) of a GroupNorm or convolution; number 0: no groups."""
+    """Return (name of the attribute with the number of channel groups, that number); a convolution of one group returns 0."""
     if isinstance(module, nn.GroupNorm):
         return "num_groups", module.num_groups
     groups = module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1

@@ -112,8 +112,8 @@ class Unit:
 
     Args:
         name: path of the module.
-        few: cost for a micro-batch of ROWS[0] (2) rows.
-        many: cost for a micro-batch of ROWS[1] (4) rows.
+        few: operations and bytes, a `Use`, for a micro-batch of ROWS[0] (2) rows.
+        many: the same for a micro-batch of ROWS[1] (4) rows.
         parameters: bytes of the parameters that only this unit has.
         largest: bytes of the largest of these parameters.
         is_block: whether the unit is a block, after which a stage may end and which may be recomputed.

@@ -51,7 +51,7 @@ class Chains:
             self.dropouts.setdefault(path, set()).update(held)
 
     def leave(self, path: str, output: Any) -> None:
-        """Note, after a call of the linear at `path`, that the tensor `output` holds its output columns."""
+        """Record, after a call of the linear at `path`, that `output`, if a tensor, holds all of that linear's output columns."""
         if isinstance(output, Tensor):
             self._held[output] = {path}
 
