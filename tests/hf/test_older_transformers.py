@@ -1,8 +1,20 @@
 """Differences between the releases of transformers that pyproject.toml allows; slapo_zoo.hf fences them."""
 
-from transformers import masking_utils
+from dataclasses import replace
+from types import SimpleNamespace
 
-from slapo_zoo.hf.attention import register_attention
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, BloomModel, GPT2Config, GPT2Model, masking_utils
+
+from slapo_zoo import SlapoError
+from slapo_zoo.hf.attention import CACHES, register_attention
+from slapo_zoo.hf.cut_attention import counts_by_place, positions_by_place
+from slapo_zoo.hf.models import build_on_meta, calls_interface
+from slapo_zoo.kernels import embedding_layer_norm
+from slapo_zoo.model.step.generation import refuse_cache
+from slapo_zoo.zoo.table import table_for
 
 NEWER = "remap_positions_for_packed_sequence"
 
@@ -19,3 +31,56 @@ def test_attention_is_registered_where_masks_read_positions_only_once(monkeypatc
 def test_this_release_has_the_functions_that_are_wrapped():
     assert callable(masking_utils.find_packed_sequence_indices)
     assert callable(getattr(masking_utils, NEWER))
+
+
+class OldPositions(nn.Module):
+    def forward(self, tokens, past_key_values_length=0, position_ids=None):
+        return past_key_values_length + torch.arange(tokens.shape[1])
+
+
+class NewPositions(nn.Module):
+    """Position embedding as from transformers 5.24 on."""
+
+    def forward(self, tokens, cache_length=0, position_ids=None):
+        return cache_length + torch.arange(tokens.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(OldPositions, "past_key_values_length"), (NewPositions, "cache_length")]
+)
+def test_counted_positions_of_a_cp_rank_start_at_its_first_token_in_every_release(cls, name):
+    module, stream = cls(), SimpleNamespace(cut=SimpleNamespace(r=1))
+    assert counts_by_place("decoder.embed_positions", module)
+    positions_by_place(module, stream)
+    tokens = torch.zeros(2, 3)
+    assert module(tokens).tolist() == [3, 4, 5]
+    assert module(tokens, 1).tolist() == module(tokens, **{name: 1}).tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_pipeline_refuses_a_cache_by_each_name_that_transformers_gives_it(name):
+    with pytest.raises(SlapoError, match=f"forward: {name}: pipeline stages keep no KV cache"):
+        refuse_cache({name: object()})
+
+
+def test_table_for_several_releases_has_core_attention_where_the_class_calls_the_interface():
+    assert calls_interface(GPT2Model)
+    assert not calls_interface(BloomModel)
+    table = table_for("gpt2")
+    model = build_on_meta(GPT2Model, GPT2Config(), torch.float32, own_attention=None)
+    assert model.config._attn_implementation == "slapo_zoo"
+    assert replace(table, seam=None).rows(model) == table.rows(model)
+
+
+def test_kernel_of_bert_embeddings_takes_the_length_of_a_cache_by_both_names():
+    config = BertConfig(
+        vocab_size=9, hidden_size=8, num_attention_heads=2, max_position_embeddings=16
+    )
+    module, ids = BertModel(config).embeddings.eval(), torch.arange(6)[None]
+    new, old = (
+        embedding_layer_norm._forward(module, ids, **{name: 4})
+        for name in ("cache_length", "past_key_values_length")
+    )
+    at = torch.arange(4, 10)[None]
+    torch.testing.assert_close(new, module(ids, position_ids=at), rtol=0, atol=1e-6)
+    assert torch.equal(new, old)
