@@ -58,6 +58,14 @@ def test_every_docs_page_is_listed_in_the_menu_of_the_site():
     assert sorted(named) == [page_name(page) for page in PAGES]
 
 
+def test_site_is_dark_exactly_when_the_system_makes_its_pictures_dark():
+    schemes = re.findall(r"\(prefers-color-scheme: (\w+)\)", (ROOT / "mkdocs.yml").read_text())
+    assert schemes == ["light", "dark"]
+    pictures = list((DOCS / "pictures").glob("*.svg"))
+    assert len(pictures) >= 8
+    assert all("(prefers-color-scheme: dark)" in picture.read_text() for picture in pictures)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_in_docs_pages_lead_to_existing_pages_of_the_site(page):
     for target, anchor in LINK.findall(text_of(page)):
