@@ -128,9 +128,7 @@ def test_schedule_card_used_with_the_wrong_function_raises_and_names_the_right_f
         slapo_zoo.apply_card(tower(), family)
 
 
-def test_publish_card_refuses_a_file_and_options_for_a_hub_repository_with_a_folder(
-    tmp_path, monkeypatch
-):
+def test_publish_card_to_a_folder_refuses_a_tag_and_a_file_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").write_text("mine")
     sch = schedule(slapo_zoo.create_schedule(tower()))

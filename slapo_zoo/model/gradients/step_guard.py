@@ -207,10 +207,10 @@ class StepGuard:
     def _factors(self) -> Tensor:
         """Return this rank's tensor [9, 4] of what ranks compare before an optimizer step.
 
-        In row i < 8, columns 0 and 1 are of the i-th gradient that was sampled after the backward: the factor by which
-        it was scaled since, and 1 if this factor fits all sampled elements, else 0. Columns 2 and 3 are of the
-        gradients number i, i + 8, ... of those that are replicated over tp: a weighted sum of all their first 64
-        elements, and the sum of these elements' norms. All of row 8 is the relative rounding error allowed.
+        Row i < 8 has in columns 0 and 1 the factor by which the i-th of 8 sampled gradients was scaled since the
+        backward, and 1 if the factor fits all sampled elements, else 0. Its columns 2 and 3 are checksums of the
+        gradients i, i + 8, i + 16, ... among those that are replicated over tp: sums of their two `marks`. Each column
+        of row 8 is the relative rounding error allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):

@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         return "" if node is None else str(node.name())
 
     def _note_weights(self, model: nn.Module) -> None:
-        """Add a row ("weights", name, digest) for each parameter, since the optimizer's thread is not recorded."""
+        """Add a row ("weights", name, digest) for each parameter: the optimizer that changed them was not recorded."""
         for name, p in model.named_parameters():
             self.rows.append(("weights", name, _digest([p.detach()])))
 

@@ -66,7 +66,7 @@ def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshErro
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"
-    hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
+    hint = f"choose a batch that is a multiple of {gpus}, e.g. {near}"
     if refused and refused[0][0] == "tp=1":
         problem = f"every tp size was refused; {': '.join(refused[0])}"
         hint = "remove this cause; a model can be planned if its config names a head with a loss (architectures)"
