@@ -96,10 +96,11 @@ class Selection(_Methods):
         return join(self.path, path) in self.schedule
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
-        """Yield ("prefix.path", its Selection) for the module at `self.path`, if no glob, and each module below it."""
-        for path in self.schedule.state.modules:
-            if not self.path or path == self.path or path.startswith(self.path + "."):
-                yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
+        """Yield ("prefix.path", its Selection) for each module that the pattern matches and each module below it."""
+        every = [*self.schedule.state.modules]
+        tops = self.schedule.matching(self.path, "named_schedules")
+        for path in dict.fromkeys(below for top in tops for below in subtree(top, every)):
+            yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
 
     def __getattr__(self, name: str) -> Callable[..., "Selection"]:
         if name not in PRIMITIVES:

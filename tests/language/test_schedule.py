@@ -101,6 +101,9 @@ def test_named_schedules_yields_the_paths_of_named_modules():
     assert list(below)[:2] == ["here.layers.1", "here.layers.1.attention"]
     assert len(below) == 8
     assert not any("layers.0" in name for name in below)
+    assert {*dict(sch["layers.*"].named_schedules())} == {n for n in found if "layers." in n}
+    with pytest.raises(ScheduleError, match="nearest paths"):
+        next(sch["layer.*"].named_schedules())
 
 
 def test_misspelled_primitive_raises_and_names_the_nearest_method():
