@@ -32,7 +32,8 @@ def reference(
 ) -> Tensor:
     """Compute the cross-entropy of logits x W^T + bias [N, V] and classes `target` [N] in torch operations
     (loss_utils.py: ForCausalLMLoss). x is [N, H], or the logits if `weight` is None. Return [N] if `reduction` is
-    "none", else the sum divided by `num_items` (None: number of targets but `ignore_index`). `chunk_bytes` is unused.
+    "none", the sum if "sum", else the sum divided by `num_items` (None: number of targets but `ignore_index`).
+    `chunk_bytes` is unused.
     """
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
@@ -41,8 +42,8 @@ def reference(
     picked = log_softmax.gather(1, target.masked_fill(~counts, 0)[:, None])[:, 0]
     loss = -(1 - label_smoothing) * picked - label_smoothing * log_softmax.mean(-1)
     loss = loss.masked_fill(~counts, 0.0)
-    if reduction == "none":
-        return loss
+    if reduction != "mean":
+        return loss if reduction == "none" else loss.sum()
     return loss.sum() / (counts.sum() if num_items is None else num_items)
 
 

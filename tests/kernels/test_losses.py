@@ -58,6 +58,16 @@ def test_vocabulary_parallel_losses_and_gradients_equal_those_of_one_rank(ranks,
             torch.testing.assert_close(got.double(), want.detach(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_reference_of_the_loss_kernel_has_the_reductions_of_torch(reduction):
+    from slapo_zoo.kernels.linear_cross_entropy import reference
+
+    x, weight, bias, target, _ = whole()
+    found = reference(x, weight, target, bias, reduction=reduction)
+    want = functional.cross_entropy(x @ weight.T + bias, target, reduction=reduction)
+    torch.testing.assert_close(found, want)
+
+
 def test_loss_kernel_with_labels_beyond_the_vocabulary_raises():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
