@@ -121,14 +121,14 @@ def in_one_piece(
     (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min
     if table is not None and classes is not None:
         scores = scores + table.to(scores.dtype)[:, classes.long()].unfold(-1, T, 1).flip(1)
+    seen = torch.ones(S, T, dtype=torch.bool, device=q.device)
     if causal:
-        hidden = torch.ones(S, T, dtype=torch.bool, device=q.device).triu(T - S + 1)
-        hidden = hidden | torch.ones_like(hidden).tril(T - S - window) if window else hidden
-        scores = scores.masked_fill(hidden, least)
+        seen = seen.tril(T - S).triu(T - S - window + 1 if window else -S)
     if key_mask is not None:
-        by_query = key_mask[:, None] if key_mask.ndim == 2 else key_mask
-        scores = scores.masked_fill(~by_query[:, None], least)
-    return dropout(scores.softmax(-1), keep, seeds, p) @ v
+        seen = seen & (key_mask[:, None] if key_mask.ndim == 2 else key_mask)[:, None]
+    scores = scores.masked_fill(~seen, least) if causal or key_mask is not None else scores
+    out = dropout(scores.softmax(-1), keep, seeds, p) @ v
+    return out if key_mask is None else out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

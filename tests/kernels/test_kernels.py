@@ -221,17 +221,21 @@ def test_attention_kernel_on_sequences_of_several_tiles_equals_its_reference(int
 
 
 def check_nothing_seen():
-    """Check that a row whose keys are all padding gives zeros and no gradient, and changes no other row."""
-    from slapo_zoo.kernels.blocked_attention import attention
+    """Check that a row whose keys are all padding gives zeros and no gradient, and changes no other row, as in sdpa."""
+    from slapo_zoo.kernels.blocked_attention import attention, in_one_piece
 
-    q, k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3))
-    seen = torch.ones(2, 9, dtype=torch.bool)
-    seen[0] = False
-    out = attention(q, k, v, key_mask=seen)
-    assert bool((out[0] == 0).all())
-    out.sum().backward()
-    assert all(bool((t.grad[0] == 0).all()) and bool(t.grad.isfinite().all()) for t in (q, k, v))
-    torch.testing.assert_close(out[1], (q[1] @ k[1].mT).softmax(-1) @ v[1])
+    given = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    seen = torch.tensor([[False], [True]]).expand(2, 9)
+    rest = None, None, seen, None, None, 0.0
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *given, seen[:, None, None].expand(2, 1, 9, 9), scale=1.0
+    )
+    grads = torch.autograd.grad(wanted.sum(), given)
+    for out in (attention(*given, key_mask=seen), in_one_piece(*given, 1.0, False, 0, *rest)):
+        assert bool((out[0] == 0).all())
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+        for found, want in zip(torch.autograd.grad(out.sum(), given), grads, strict=True):
+            torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
 
 
 def check_no_queries():
