@@ -153,8 +153,9 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
     ids = ids.masked_fill(ids == end, RESERVED if end != RESERVED else RESERVED + 1)
     share = -(-size // tp)
     edges = {size - 1} | {i for k in range(1, tp) for i in (k * share - 1, k * share)}
-    for i, edge in enumerate(sorted(e for e in edges if RESERVED <= e < size)):
-        ids.view(-1, shape[-1])[i % 2, i // 2] = edge
+    spots = ids.view(-1, shape[-1])[:2].T
+    for i, edge in enumerate(sorted(e for e in edges if RESERVED <= e < size)[: spots.numel()]):
+        spots[divmod(i, spots.shape[1])] = edge
     lengths = torch.randint(max(1, shape[-1] // 2), shape[-1] + 1, tuple(shape[:-1]), generator=g)
     lengths.view(-1)[:1] = shape[-1]
     ids.scatter_(-1, lengths[..., None] - 1, end)

@@ -116,6 +116,15 @@ def test_model_of_every_family_shrunk_for_verification_runs_in_float64(family):
     assert all(x.isfinite().all() for x in outputs.values() if x.is_floating_point())
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (2, 3)])
+def test_padded_batch_of_few_tokens_has_as_many_border_ids_as_fit(rows, tokens):
+    config = transformers.GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, eos_token_id=3)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    ids = padded_batch(model, rows, tokens, tp=4)["input_ids"]
+    assert {15, 16} <= {*ids.flatten().tolist()}
+
+
 @pytest.mark.parametrize("family", ["whisper", "clip", "vit", "bert"])
 def test_predicted_collectives_include_all_gathers_for_text_image_and_audio_models(family):
     config, head = config_of(family)
