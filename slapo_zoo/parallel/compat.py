@@ -89,7 +89,9 @@ def group_kinds() -> set[str]:
 
 
 def is_for_gpus() -> bool:
-    """Return whether the default group has a backend made for GPUs (nccl); False if gloo sends the GPU tensors."""
+    """Return False if the default group has no backend made for GPUs, as gloo; True with nccl, or without a group."""
+    if not dist.is_initialized():
+        return True
     config = str(dist.get_backend_config())  # "cuda:nccl", "cpu:gloo,cuda:gloo", ...
     return "cuda:" in config and "cuda:gloo" not in config
 

@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from slapo_zoo.language.gradients import sum_over_tp
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.compat import is_for_gpus
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.verify.blame import Blame
 from slapo_zoo.verify.compare import Comparison, Divergence, RankResult, Tolerance, largest_of
@@ -50,8 +50,8 @@ class Verify:
         sch: Schedule of the model, on which the block calls directives.
         example_inputs: positional arguments of the model as a list or tuple, keyword arguments as
             a dict, or one tensor; the same on all ranks.
-        device: device of the model while it is verified; "cuda" without a CUDA device leaves the model
-            on the device that it is on.
+        device: device of the model while it is verified; "cuda" without a CUDA device, or with a process group
+            that has no nccl (`emulate`), leaves the model on the device that it is on.
         eval_mode: False runs the model in training mode.
         enable: False turns the verification off.
 
@@ -95,8 +95,9 @@ class Verify:
     def _run(self, dtype: torch.dtype | None, shake: int | None = None) -> RankResult:
         sch = self.sch
         with _undisturbed(sch.model):
-            on_gpu = torch.device(self.device).type == "cuda"
-            device = None if on_gpu and not torch.cuda.is_available() else torch.device(self.device)
+            device: torch.device | None = torch.device(self.device)
+            if device.type == "cuda" and not (torch.cuda.is_available() and is_for_gpus()):
+                device = None
             for tensor in _tensors(sch.model):
                 floating = tensor.is_floating_point()
                 wanted = dtype if floating else None
@@ -175,7 +176,7 @@ def _compare_all(
     """Compare tensors `found` on rank `rank` with the unsharded model's, `want`, by name; `check` is "outputs" or
     "gradients". Record in `into` errors above the tolerance `near`, and for "outputs" also missing and additional ones.
     """
-    largest = largest_of(want)
+    largest = largest_of(want) if check == "gradients" else 0.0
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
     if check == "outputs" and found.keys() != want.keys():
         into.note(check, "number of outputs", f"found {len(found)}, expected {len(want)}", rank)
@@ -259,21 +260,15 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-@dataclass
-class _Kept:
-    data: Tensor
-    grad: Tensor | None
-
-
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Return a context with `nn.Dropout` off, all `.grad` None at its begin, and the state of `model` restored at its end."""
-    kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
+    kept = {id(t): (t, t.data, t.grad) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()
     modes = {module: module.training for module in model.modules()}
     rates = {m: copy.copy(m.p) for m in model.modules() if isinstance(m, nn.Dropout)}
-    for tensor, _ in kept.values():
+    for tensor, *_ in kept.values():
         tensor.grad = None
     for module in rates:
         module.p = 0.0
@@ -281,9 +276,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for tensor, was in kept.values():
+        for tensor, data, grad in kept.values():
             tensor.grad = None
-            tensor.data, tensor.grad = was.data, was.grad
+            tensor.data, tensor.grad = data, grad
         for module, mode in modes.items():
             module.training = mode
         for module, rate in rates.items():

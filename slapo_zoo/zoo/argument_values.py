@@ -111,8 +111,8 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def pick_device(device: str | torch.device | None) -> torch.device:
     """Return a model's device; None becomes this rank's GPU, or the CPU without a GPU or with a gloo process group."""
-    takes_gpu = torch.cuda.is_available()
-    if takes_gpu and dist.is_initialized() and (takes_gpu := is_for_gpus()):
+    takes_gpu = torch.cuda.is_available() and is_for_gpus()
+    if takes_gpu and dist.is_initialized():
         _use_own_gpu()
     if device is not None:
         return _named_device(device)
@@ -122,7 +122,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 def check_shared_gpu(step: str, mesh: Mesh, device: str | torch.device) -> None:
     """Raise MeshError at `step` if pipeline stages are on GPUs, but ranks use gloo, as ranks that share a GPU do."""
     on_gpu = torch.device(device).type == "cuda"
-    if mesh.pp > 1 and on_gpu and dist.is_initialized() and not is_for_gpus():
+    if mesh.pp > 1 and on_gpu and not is_for_gpus():
         problem = f"found device={str(device)!r} with gloo, which cannot send CUDA tensors from stage to stage"
         hint = 'give each rank a GPU of its own (then nccl is used), or pass device="cpu" or pp=1'
         raise MeshError(step, f"pp={mesh.pp}", problem, hint)

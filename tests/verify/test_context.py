@@ -115,6 +115,25 @@ def test_verify_context_restores_weights_that_a_forward_changes():
     assert torch.equal(model.weight, before)
 
 
+def test_verify_finds_a_small_wrong_output_beside_a_large_one():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large, self.small = nn.Linear(8, 8), nn.Identity()
+
+        def forward(self, x):
+            return self.large(x) * 1e6, self.small(x.detach())
+
+    sch = slapo_zoo.create_schedule(Two())
+    with pytest.raises(VerifyError, match="1 on rank 0: error 1"), Verify(sch, INPUTS):
+        sch["small"].hook("fwd_post", lambda module, args, output: output * 1.01)
+
+
+def test_verify_leaves_the_ranks_of_emulate_on_the_cpu_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert all(report.ok for report in emulate(step, [(column, row)], mesh=(2, 1, 1)))
+
+
 @pytest.mark.parametrize("eval_mode", [True, False])
 def test_verify_context_passes_a_correct_column_and_row_parallel_schedule(eval_mode):
     for report in emulate(step, [(column, row)], eval_mode=eval_mode, mesh=(2, 1, 1)):
