@@ -74,8 +74,8 @@ class Scores:
             yield slice(start, min(start + q.shape[3], q.shape[2]))
 
     def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
-        """Return the index that picks, from a tensor [.., s, n * t] for the keys of all n cp ranks, the queries `rows`
-        and the keys of rank `owner`, of which there are as many as in k [B, K, t, d].
+        """Return the index of the queries `rows` and the keys of rank `owner` in a bias or mask [.., s, n * t], which
+        is for this rank's s queries and all n cp ranks' keys; each cp rank has t keys, as k [B, K, t, d] has.
         """
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 

@@ -82,7 +82,7 @@ def _side(device: torch.device) -> Any:
 
 
 class Offloaded(Kept):
-    """Handle that autograd saves in place of `tensor` in the forward `call`; `host` is a copy of its memory."""
+    """Handle that autograd saves in place of `tensor`, an activation of a module's `call`; `host` has its values."""
 
     def __init__(self, call: "Call", host: HostCopy, tensor: Tensor):
         self.call, self.host = call, host

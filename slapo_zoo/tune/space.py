@@ -185,7 +185,7 @@ class Space:
                 raise SpaceError("Space", self, problem, hint)
         if not found:
             problem = "no configuration is left: constraints exclude all, or a symbol has no value"
-            raise SpaceError("Space", self, problem, "relax a constraint, or give values")
+            raise SpaceError("Space", self, problem, "remove a constraint, or give symbols values")
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:

@@ -95,8 +95,8 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 def _replaced_by(stem: str) -> re.Pattern[str]:
-    """Return the pattern of names of files that a save of weight files "<stem>..." replaces: for "model" weights,
-    optimizer, training state and checksums; for another stem, e.g. "model.fp16", only its weights and checksums.
+    """Return a pattern that matches the names of the files that a save with this stem of file names replaces: with the
+    stem "model" all weights, optimizer, training state and checksums; with another only its own weights and checksums.
     """
     index = re.escape(index_name(stem))
     own = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors|{index}|checksums\.json")

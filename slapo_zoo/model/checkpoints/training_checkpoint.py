@@ -265,8 +265,8 @@ class _Save:
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
     """Return ({name: Target}, {name: key in files}); a Target is a tensor to fill from a checkpoint, with its sharding.
 
-    `whole` has the tensors to fill, from `DataParallel.whole`: this tp and pp rank's parameters and buffers, unsharded
-    over dp, but under ZeRO (`dp_shard=`) this dp rank's rows of each parameter. Names are the model's.
+    `whole` has the tensors to fill, from `DataParallel.whole`: this tp and pp rank's parameters and buffers; under ZeRO
+    (`dp_shard=`) only this dp rank's rows of each parameter. Names are the model's.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)

@@ -62,7 +62,7 @@ class Sharded(DataParallel):
         yield from ((*place, whole[id(p)]) for place, p in read.items())
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Drop what a failed step left. Return a context that sets `.grad` to None and at exit adds old gradients."""
+        """Drop sums that a failed step left; return a context that sets `.grad` to None and adds the old `.grad` at exit."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
