@@ -326,7 +326,7 @@ def from_json(text: str) -> list[Step]:
 
 
 def _step(index: int, step: Any) -> Step:
-    where = f"step {index}"
+    where = f"schedule: step {index}"
     kinds = [type(part) for part in step] if isinstance(step, list) else []
     if kinds != [str, str, dict]:
         problem = f"found {step!r:.80}, expected [pattern, primitive, arguments]"

@@ -115,7 +115,7 @@ class Report:
     def raise_if_wrong(self, where: str) -> None:
         """Raise a VerifyError with the text of this report if `ok` is False; `where` names the caller in the error."""
         if not self.ok:
-            missing = "add the directive that is missing (shard, or sync at a sharded module), or correct one that fails"
+            missing = "correct the schedule where the lines above name a module: a shard or sync may be missing there"
             hint = "repair the directives named above" if self.directives else missing
             raise VerifyError(where, "", str(self), hint)
 

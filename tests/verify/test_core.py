@@ -145,7 +145,7 @@ def test_verify_with_schedule_auto_uses_a_family_schedule_and_is_refused_without
 
 def test_verify_error_hint_mentions_directives_only_when_the_report_lists_some():
     wrong = Report("m", {}, "small", {}, error="it differs")
-    with pytest.raises(VerifyError, match="hint: add the directive that is missing"):
+    with pytest.raises(VerifyError, match="hint: correct the schedule where the lines"):
         wrong.raise_if_wrong("m")
     with pytest.raises(VerifyError, match="hint: repair the directives named above"):
         replace(wrong, directives=[("fc", "shard()")]).raise_if_wrong("m")
