@@ -3,7 +3,6 @@
 In shapes: D hidden, H heads, F ffn, V vocabulary; n is the number of tp ranks. Weights are [out, in].
 """
 
-from slapo_zoo.zoo.options import tunable
 from slapo_zoo.zoo.rules import attention, column, dropout_on, enter, row, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register
 
@@ -32,7 +31,6 @@ GPTJ = register(
             ("lm_head",               vocab_head),                 # [ceil(V/n), D], with a bias
         ),
         blocks=("h.*",),
-        tunable=tunable(attention=("eager",)),
         seam=None,
     )
 )

@@ -92,9 +92,9 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def calls_interface(cls: type) -> bool:
-    """Return whether attention in the modeling file of a class of transformers goes through its AttentionInterface."""
+    """Return whether the file of transformers that defines a class calls AttentionInterface; True if none defines it."""
     names = {c.__module__ for c in cls.__mro__ if "transformers.models." in c.__module__}
-    return any(hasattr(sys.modules[name], "ALL_ATTENTION_FUNCTIONS") for name in names)
+    return not names or any(hasattr(sys.modules[n], "ALL_ATTENTION_FUNCTIONS") for n in names)
 
 
 def build_on_meta(

@@ -85,7 +85,7 @@ class Assembly(Outline):
         """Raise SlapoError if `attention=` names a backend that the model's family or the device does not support."""
         name, device = self.options.attention, self.options.place
         if name is not None:
-            found = self.table.tunable.get("attention", ())
+            found = self.table.tries(self.cls).get("attention", ())
             dtype = self.state.compute_dtype or next(self.model.parameters()).dtype
             require_backend(name, self.cls, found, device, dtype)
 

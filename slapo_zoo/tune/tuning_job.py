@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.models import resolve_class
 from slapo_zoo.model.dp.dp_shard import check_dp_shard
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import nearest
@@ -92,13 +93,11 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
     """Return {option: values} searched by default: batch sizes, and those of checkpoint_ratio, attention and kernels
     that the family's table calls tunable. `model` is a family, a folder or a Hub id.
     """
-    config, _ = config_of(model)
-    tunable = table_for(config.model_type).tunable
-    found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
-    for name in ("checkpoint_ratio", "attention", "kernels"):
-        if name in tunable:
-            found[name] = [v for v in tunable[name] if v not in ("flash", "flex", "xformers")]
-    return found
+    config, head = config_of(model)
+    tunable = table_for(config.model_type).tries(resolve_class(config, head))
+    names = [name for name in ("checkpoint_ratio", "attention", "kernels") if name in tunable]
+    found = {n: [v for v in tunable[n] if v not in ("flash", "flex", "xformers")] for n in names}
+    return {"batch_size": [1, 2, 4, 8, 16, 32]} | found
 
 
 def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:

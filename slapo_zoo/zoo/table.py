@@ -40,7 +40,7 @@ class Table:
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
         calls: name of the config attribute that says how often one block with shared weights runs (ALBERT); "": once.
         seam: True if attention calls transformers' AttentionInterface, so that a child `core_attn` can take its place;
-            None: in some releases of transformers.
+            None: in some releases of transformers; in the others `tries` has attention "eager" alone.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
         num_tokens: function that gets the config, and for images their (height, width), and returns the number of
             tokens that the model makes of an input other than text; None for text.
@@ -92,6 +92,11 @@ class Table:
         lacks = "" if self.seam is not None or calls_interface(type(model)) else "core_attention"
         rows = [(p, [d for d in rule if d.name != lacks]) for p, rule in (*body, *self.heads)]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
+
+    def tries(self, cls: type) -> Mapping[str, tuple[Any, ...]]:
+        """Return `tunable` for a model class in the installed release of transformers."""
+        own = self.seam is None and not calls_interface(cls)
+        return {**self.tunable, "attention": ("eager",)} if own else self.tunable
 
     def positions_of(self, cls: type) -> str | None:
         """Return how a cp rank gets the positions of a class's tokens, e.g. "counted" (0, 1, 2, ...) or "relative"

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 
 from parity import Case, checkpoint, compare, references, scheduled, tiny_config
+from releases import OLDER_ROWS, is_older
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo import apply, cards
@@ -160,6 +161,8 @@ def test_schedule_cards_in_hub_cards_equal_those_generated_from_the_code(monkeyp
     wanted = dict(card_collection.cards())
     assert {path.name for path in CARDS.iterdir() if path.is_dir()} >= set(wanted)
     for family, card in wanted.items():
+        if family in OLDER_ROWS and not is_older(family):
+            continue  # its card is for the release in ci/constraints.txt
         found, told = read_card(CARDS / family), f"{family}: run `python3 ci/run.py cards`"
         assert without_cuts(found.program) == without_cuts(card.program), told
         assert found.mesh == card.mesh
@@ -170,6 +173,8 @@ def test_schedule_cards_in_hub_cards_equal_those_generated_from_the_code(monkeyp
 @pytest.mark.one_in(4, 2)  # tests/zoo/test_golden.py has the cuts of all families
 @pytest.mark.parametrize("family", families())
 def test_pipeline_cuts_in_committed_schedule_cards_equal_those_of_the_code(family):
+    if family in OLDER_ROWS and not is_older(family):
+        pytest.skip("its card is for older releases of transformers")
     assert read_card(CARDS / family).program == card_collection.card_of(family).program
 
 

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, BloomModel, GPT2Config, GPT2Model, masking_utils
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, masking_utils
+from transformers.models.gpt2 import modeling_gpt2
 
-from slapo_zoo import SlapoError
+from slapo_zoo import Schedule, SlapoError
+from slapo_zoo.errors import ScheduleError
 from slapo_zoo.hf.attention import CACHES, register_attention
 from slapo_zoo.hf.cut_attention import counts_by_place, positions_by_place
-from slapo_zoo.hf.models import build_on_meta, calls_interface
+from slapo_zoo.hf.models import build_on_meta
 from slapo_zoo.kernels import embedding_layer_norm
 from slapo_zoo.model.step.generation import refuse_cache
 from slapo_zoo.zoo.table import table_for
@@ -63,13 +65,24 @@ def test_pipeline_refuses_a_cache_by_each_name_that_transformers_gives_it(name):
         refuse_cache({name: object()})
 
 
-def test_table_for_several_releases_has_core_attention_where_the_class_calls_the_interface():
-    assert calls_interface(GPT2Model)
-    assert not calls_interface(BloomModel)
-    table = table_for("gpt2")
-    model = build_on_meta(GPT2Model, GPT2Config(), torch.float32, own_attention=None)
+def test_attention_that_does_not_call_the_interface_in_a_release_gets_no_core_attention(
+    monkeypatch,
+):
+    """GPT-J calls it from transformers 5.24 on; a `core_attn` that is not called would leave its dropout unsharded."""
+    table, cls = replace(table_for("gpt2"), seam=None), GPT2Model
+    model = build_on_meta(cls, GPT2Config(n_layer=1), torch.float32, table.seam)
     assert model.config._attn_implementation == "slapo_zoo"
-    assert replace(table, seam=None).rows(model) == table.rows(model)
+    assert table.rows(model) == table_for("gpt2").rows(model)
+    assert table.tries(cls) == table.tunable
+    monkeypatch.delattr(modeling_gpt2, "ALL_ATTENTION_FUNCTIONS")
+    before = build_on_meta(cls, GPT2Config(n_layer=1), torch.float32, table.seam)
+    assert before.config._attn_implementation != "slapo_zoo"
+    assert table.tries(cls)["attention"] == ("eager",)
+    rows = [(pattern, d.name) for pattern, rule in table.rows(model) for d in rule]
+    assert ("h.*.attn", "shard_attribute") in rows
+    assert "core_attention" not in {name for _, name in rows}
+    with pytest.raises(ScheduleError, match=r"GPT2Attention does not call .* ignore core_attn"):
+        Schedule(model)["h.*.attn"].core_attention(12)
 
 
 def test_kernel_of_bert_embeddings_takes_the_length_of_a_cache_by_both_names():

@@ -75,7 +75,7 @@ def as_data(found: Any) -> dict[str, Any]:
         "total_parameters": found.total_parameters,
         "collectives": [row._asdict() for row in found.traffic],
         "kernels": [vars(choice) for choice in found.outline.schedule.kernels],
-        "tunable": found.outline.table.tunable,
+        "tunable": found.outline.table.tries(found.outline.cls),
     }
 
 
@@ -91,7 +91,7 @@ def _text(found: Any, title: str) -> str:
     kernels = [(k.kernel, k.pattern, "yes" if k.accepted else "no", k.reason)
                for k in found.outline.schedule.kernels]  # fmt: skip
     knobs = [(name, " ".join(str(value) or "none" for value in values))
-             for name, values in found.outline.table.tunable.items()]  # fmt: skip
+             for name, values in found.outline.table.tries(found.outline.cls).items()]  # fmt: skip
     tables = (
         (("tensor", "unsharded", "per tp rank", "stages"), shapes),
         (("stage", "tp", "parameters", "share", "bytes"), ranks),

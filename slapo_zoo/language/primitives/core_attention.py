@@ -5,6 +5,7 @@ from typing import Any
 
 from slapo_zoo.hf.attention import ATTRIBUTE, CoreAttention
 from slapo_zoo.hf.attention_backends import find_backend, implementation
+from slapo_zoo.hf.models import calls_interface
 from slapo_zoo.kernels.device_dropout import DEVICE_DROPOUT
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.parallel.placement import Placement
@@ -18,7 +19,7 @@ class CoreAttentionSeam(Directive):
 
     rewrite:  attn(x) = o(sdpa(q, k, v))  -->  attn(x) = o(attn.core_attn(q, k, v))
     note:     no key is added to the state dict; a head draws the same dropout mask whichever rank holds it
-    errors:   fewer heads than ranks; an unknown back end
+    errors:   fewer heads than ranks; an unknown back end; an attention of transformers that would not call the child
 
     Args:
         num_heads: global number of query heads; 0: each rank has all heads, and their number is read from each call.
@@ -34,6 +35,9 @@ class CoreAttentionSeam(Directive):
 
     def check(self, site: Site) -> None:
         find_backend(self.backend)
+        if not calls_interface(type(site.module)):
+            problem = f"{type(site.module).__name__} does not call transformers' AttentionInterface, so it would ignore core_attn"
+            raise self.fail(site, problem, "leave core_attention out for this release of the class")
         n = site.mesh.size(self.mesh_dim)
         placement = Placement(0, together=self.together)
         if self.num_heads and placement.problem(self.num_heads, n):

@@ -85,8 +85,7 @@ class Family:
 
     def _built(self, config: Any) -> tuple[Any, list[str]]:
         """Return (model of `config` on the meta device, paths of its transformer blocks)."""
-        seam = self.table.seam
-        model = hf.build_on_meta(self.cls, copy.deepcopy(config), torch.float32, seam)
+        model = hf.build_on_meta(self.cls, copy.deepcopy(config), torch.float32, self.table.seam)
         return model, block_paths(Schedule(model, Mesh()), self.table)
 
     def _small(self) -> Any:
