@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.version import VERSION
 
 MADE_WITHIN_S = 40.0
@@ -32,6 +34,13 @@ DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "bro
 def software() -> dict[str, str]:
     """Return {"slapo-zoo": version, "torch": version, "transformers": version}, to be stored with measurements."""
     return {"slapo-zoo": VERSION} | {name: _installed(name) for name in ("torch", "transformers")}
+
+
+def require_release(where: str, package: str, least: str, because: str) -> None:
+    """Raise SlapoError if the installed release of `package` is older than `least`; `because` says why none may be."""
+    if TorchVersion(found := version(package)) < least:
+        problem = f"found {found}, expected {least} or newer: {because}"
+        raise SlapoError(where, package, problem, f"pip install -U {package}")
 
 
 # of each default group, held weakly, since the threads of a group that is kept alive go on polling

@@ -57,9 +57,7 @@ class Placement:
         if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
             return f"the last {self.shared} indices, which all ranks need, cannot be sharded over {self.mesh_dim}={n}: {n} or more are needed, without groups and padding"
         if sum(groups) + self.shared != size:
-            return (
-                f"axis {self.axis} has size {size}, but the groups {groups} add up to {sum(groups)}"
-            )
+            return f"axis {self.axis} has size {size}, but groups {groups} add up to {sum(groups)}"
         if any(group % self.unit for group in groups):
             return f"group sizes {groups} are not multiples of unit {self.unit}"
         if self.pad and len(groups) > 1:

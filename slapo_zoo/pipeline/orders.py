@@ -82,9 +82,7 @@ class StageMap:
             return StageMap(order, 1, 1)
         if order.splits and torch.__version__ < (2, 13):
             problem = f"found torch {torch.__version__}, which frees the graph between the halves of a split backward"
-            hint = (
-                "install torch 2.13 or newer, or choose 1f1b, gpipe, interleaved_1f1b or looped_bfs"
-            )
+            hint = "install torch 2.13, or choose 1f1b, gpipe, interleaved_1f1b or looped_bfs"
             raise MeshError("pipeline", f"pipeline_order={name!r}", problem, hint)
         per_rank = stages_per_rank or order.stages_per_rank
         if per_rank != order.stages_per_rank and not (order.many and per_rank >= 2):

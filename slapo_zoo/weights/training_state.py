@@ -144,9 +144,7 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
     if differ:
         rank, first = differ[0], firsts[differ[0]]
         problem = f"rank {rank} passed {values[rank]!r:.60}, rank {first} {values[first]!r:.60}"
-        hint = (
-            "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
-        )
+        hint = "ranks that share a dp coordinate are fed the same rows: pass the same on all"
         raise WeightsError(where, name, problem, hint)
     found = {rank: texts[rank] for rank in mesh.seen_by(0).peers("batch")}
     return values[0] if len(set(found.values())) == 1 else {BY_DP: [values[rank] for rank in found]}

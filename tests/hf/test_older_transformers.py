@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, masking_utils
+from transformers.integrations import peft as integration
 from transformers.models.gpt2 import modeling_gpt2
 
-from slapo_zoo import Schedule, SlapoError
+from slapo_zoo import AutoScheduledModel, Schedule, SlapoError
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.hf.attention import CACHES, register_attention
 from slapo_zoo.hf.cut_attention import counts_by_place, positions_by_place
@@ -97,3 +99,15 @@ def test_kernel_of_bert_embeddings_takes_the_length_of_a_cache_by_both_names():
     at = torch.arange(4, 10)[None]
     torch.testing.assert_close(new, module(ids, position_ids=at), rtol=0, atol=1e-6)
     assert torch.equal(new, old)
+
+
+def test_adapter_is_refused_before_any_change_if_transformers_takes_only_a_newer_peft(monkeypatch):
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9, bos_token_id=1, eos_token_id=1)
+    model = AutoScheduledModel.from_config(config, auto_class="GPT2LMHeadModel")
+    before = [p.requires_grad for p in model.parameters()]
+    monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "99.0")
+    with pytest.raises(
+        SlapoError, match=r"add_adapter: peft: found .*, expected 99.0 or newer: this"
+    ):
+        model.add_adapter(LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    assert [p.requires_grad for p in model.parameters()] == before

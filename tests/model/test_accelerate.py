@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from engine_runs import CASES
 from parity import batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, SlapoError, prepare
+from slapo_zoo.parallel import compat
 
 BATCH = batch_of(CASES["gpt2"], 0)
 
@@ -112,6 +113,6 @@ def test_accelerate_loop_has_the_results_of_one_process_and_refuses_unsupported_
 
 def test_accelerate_that_would_wrap_a_sharded_model_is_refused(tmp_path, monkeypatch):
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))
-    monkeypatch.setattr(accelerate, "__version__", "1.13.0")
+    monkeypatch.setattr(compat, "version", lambda package: "1.13.0")
     with pytest.raises(SlapoError, match=r"prepare: accelerate: found 1\.13\.0, expected 1\.14"):
         prepare(accelerate.Accelerator(cpu=True), model, None)

@@ -138,7 +138,7 @@ def test_placement_with_one_kv_head_shards_query_heads_and_kv_columns_separately
         (Placement(0, unit=6), 30, 6, "5 units of 6 cannot be sharded over tp=6"),
         (Placement(0, "dp"), 1, 2, "cannot be sharded over dp=2"),
         (Placement(0, unit=4), 30, 2, "(30,) are not multiples of unit 4"),
-        (Placement(1, groups=(8, 8)), 24, 2, "axis 1 has size 24, but the groups (8, 8) add up to 16"),
+        (Placement(1, groups=(8, 8)), 24, 2, "axis 1 has size 24, but groups (8, 8) add up to 16"),
         (Placement(0, groups=(4, 1), unit=1), 5, 2, "1 units of 1 cannot be sharded"),
         (Placement(0, together=4), 6, 2, "found 6 query heads, expected a multiple of the 4"),
         (Placement(0, together=4), 8, 3, "2 KV heads of 4 query heads cannot be sharded over tp=3"),

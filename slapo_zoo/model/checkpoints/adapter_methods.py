@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints import adapters
+from slapo_zoo.parallel.compat import require_release
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights.adapter_files import CONFIG, save_adapter_files
 
@@ -61,7 +62,10 @@ class Adapts:
             finally:
                 self._adds_adapter = False
 
+        from transformers.integrations.peft import MIN_PEFT_VERSION as LEAST
+
         with rank_guard("add_adapter"):
+            require_release("add_adapter", "peft", LEAST, "this transformers takes no older one")
             adapters.add_adapter(self, config, name, inject, folder)
 
     def disable_adapters(self) -> None:

@@ -33,6 +33,7 @@ from slapo_zoo.model.integrations import trainer_options as options
 from slapo_zoo.model.integrations.dialects.engine import is_exact, is_scheduled
 from slapo_zoo.model.integrations.trl_head import take_back_forward
 from slapo_zoo.model.step.mixed_precision import FIRST_SCALE
+from slapo_zoo.parallel.compat import require_release
 from slapo_zoo.parallel.losses.loss_means import count_targets
 from slapo_zoo.parallel.mesh import Mesh
 
@@ -208,9 +209,7 @@ class ScheduledTrainer(Trainer):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             both = (None, None) if self.args.save_only_model else (optimizer, self.lr_scheduler)
             state = json.dumps(asdict(self.state), indent=2, sort_keys=True) + "\n"
-            texts = {
-                TRAINER_STATE_NAME: state
-            }  # Trainer writes it later: a killed save would lack it
+            texts = {TRAINER_STATE_NAME: state}  # else written after the save, lost if killed
             save_checkpoint(self.model, folder, *both, self.state.global_step, texts=texts)
         else:
             self._scheduled.save_pretrained(folder)
@@ -252,7 +251,7 @@ class ScheduledTrainer(Trainer):
 
 def _require_scheduled(where: str, model: Any, instead: str) -> None:
     """Raise SlapoError unless `model` is scheduled; `where` names the call, `instead` says what else to do."""
-    options.require_accelerate(where)
+    require_release(where, "accelerate", "1.14", "older ones wrap a sharded model in DDP")
     if not is_scheduled(model):
         problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(where, "model", problem, f"load it by AutoScheduledModel, or {instead}")

@@ -4,8 +4,6 @@ from collections.abc import Sized
 from inspect import signature
 from typing import Any
 
-import accelerate
-from torch.torch_version import TorchVersion
 from transformers import set_seed
 
 from slapo_zoo.errors import SlapoError
@@ -32,13 +30,6 @@ OF_GROUPS = {
     "normalize_advantages": (False,), "top_entropy_quantile": (1.0,),
 }  # fmt: skip
 IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
-
-
-def require_accelerate(where: str) -> None:
-    """Raise SlapoError if the installed Accelerate would wrap a model in DDP that is marked as prepared already."""
-    if TorchVersion(accelerate.__version__) < (1, 14):
-        problem = f"found {accelerate.__version__}, expected 1.14 or newer: older ones wrap a sharded model in DDP"
-        raise SlapoError(where, "accelerate", problem, "pip install -U accelerate")
 
 
 def add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:

@@ -44,9 +44,7 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
         hint = "use pp=1, or target='torch'"
         raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, hint)
     if hasattr(optimizer, "use_distributed_optimizer"):
-        problem = (
-            "found an OptimizerConfig, expected a torch optimizer or a function that makes one"
-        )
+        problem = "found an OptimizerConfig, expected a torch optimizer or a function making one"
         hint = "pass e.g. optimizer=torch.optim.AdamW; the model itself averages gradients over dp"
         raise SlapoError("target='megatron'", "optimizer", problem, hint)
     take_groups(model.mesh)
