@@ -65,6 +65,9 @@ class Checkpoint(Directive):
             problem = f"found policy {self.policy!r}, expected one of {sorted(known[1:])}"
             hint = "choose one of these, or leave policy out to recompute everything"
             raise self.fail(site, problem, hint)
+        if self.policy == SHARDED and self.offload:
+            problem = f"found offload=True too, but policy={SHARDED!r} keeps shards on the device"
+            raise self.fail(site, problem, 'leave offload out, or choose policy="offload"')
         if self.policy == SHARDED and output_of(site) == "partial":
             problem = f"the input differs between tp ranks, but policy={SHARDED!r} needs the same input on all"
             hint = "choose another policy, or checkpoint a module around this one"

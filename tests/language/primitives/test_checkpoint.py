@@ -132,6 +132,8 @@ def test_invalid_checkpoint_directive_raises_an_error_with_a_hint():
     sch = Schedule(tiny_model("bert"))
     with pytest.raises(ScheduleError, match="found policy 'all'"):
         sch[BLOCKS].checkpoint(policy="all")
+    with pytest.raises(ScheduleError, match="found offload=True too, but policy='sharded'"):
+        sch[BLOCKS].checkpoint(policy="sharded", offload=True)
     with pytest.raises(ScheduleError, match="the module has no graph"):
         sch[INTERMEDIATE].checkpoint("dense")
     sch[BLOCKS].checkpoint()
