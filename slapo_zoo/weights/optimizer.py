@@ -272,21 +272,22 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
             problem = f"the saved parameter group has an option {name!r}, which that of the given optimizer lacks"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
-        if None not in (value, ours) and kinds(value) != kinds(ours):
-            problem = f"the checkpoint has {value!r:.60}, expected a value like {ours!r:.60}"
-            hint = "make the same optimizer as when saving; if you did, copy the checkpoint again: it may be damaged"
-            raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
         numbers = value if isinstance(value, tuple | list) else [value]
-        if not all(math.isfinite(one) for one in numbers if isinstance(one, int | float)):
-            problem = f"found {value!r:.60}, expected finite numbers"
-            hint = "copy the checkpoint again: its file may be damaged"
+        finite = all(math.isfinite(one) for one in numbers if isinstance(one, int | float))
+        if not finite or (None not in (value, ours) and kinds(value) != kinds(ours)):
+            problem = f"the checkpoint has {value!r:.60}, expected a finite value like {ours!r:.60}"
+            hint = "make the same optimizer as when saving; if you did, copy the checkpoint again: it may be damaged"
             raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
 
 
 def kinds(value: Any) -> Any:
-    """Return an option value's type, for comparison: "number" for float, int and Tensor, a list of types for a list."""
+    """Return an option value's type, for comparison: "number" for float, int and Tensor, a list of types for a list.
+    For a dict, the state of a scheduler within another, return {key: types within its value, False for a scalar}.
+    """
     if isinstance(value, tuple | list):
         return [kinds(one) for one in value]
+    if type(value) is dict:
+        return {k: isinstance(v, tuple | list | dict) and kinds(v) for k, v in value.items()}
     return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip
 
 
@@ -294,8 +295,7 @@ def _check_kind(optimizer: Any, record: Record) -> None:
     found = _class_of(optimizer), len(optimizer.param_groups)
     expected = record["class"], len(record["groups"])
     if found != expected:
-        both = *found, *expected
-        problem = "found {} with {} parameter groups, the saved one is {} with {}".format(*both)
+        problem = "found {} with {} parameter groups, the saved one is {} with {}".format(*found, *expected)  # fmt: skip
         hint = "make the same optimizer as when saving, with the groups that are empty on this rank too"
         raise WeightsError(LOAD, "optimizer", problem, hint)
 

@@ -62,3 +62,6 @@ def test_training_by_several_optimizers_and_schedules_resumes_on_another_mesh(th
         WeightsError, match=r"found AdamW with 1 .* the saved one is AdamW\+OfShape"
     ):
         load_checkpoint(made[0], tmp_path / "out", made[1][0])
+    others = [torch.optim.lr_scheduler.StepLR(one, 1) for one in made[1]]
+    with pytest.raises(WeightsError, match=r"scheduler.0: the checkpoint has {'gamma': 0.5"):
+        load_checkpoint(made[0], tmp_path / "out", made[1], others)
