@@ -13,7 +13,7 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights.carry import ADAPTER_FILE
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.save import require_finite
-from slapo_zoo.weights.staging import Staging
+from slapo_zoo.weights.staging import Staging, resolved
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -28,14 +28,14 @@ def open_adapter(folder: Path) -> CheckpointFolder:
 
 
 def save_adapter_files(
-    mesh: Mesh, folder: Path, tensors: dict[str, Tensor], write_config: Callable[[Path], None],
+    mesh: Mesh, target: str | Path, tensors: dict[str, Tensor], write_config: Callable[[Path], None],
     check_finite: bool = True,
 ) -> None:  # fmt: skip
     """Write an adapter's unsharded tensors and config on rank 0; one rename publishes the complete folder.
 
     Args:
         mesh: mesh whose ranks all call this function.
-        folder: a new or empty folder, or that of an older adapter, which is replaced.
+        target: path of a new or empty folder, or that of an older adapter, which is replaced.
         tensors: unsharded tensors by name; only those of rank 0 are used.
         write_config: writes the config into the folder that it is given, before the rename.
         check_finite: raise when NaN or infinite tensors would replace an older adapter.
@@ -44,9 +44,10 @@ def save_adapter_files(
     def write() -> None:
         if mesh.rank != 0:
             return
+        folder = resolved(target)
         if check_finite and (folder / TENSORS).exists():
             require_finite(folder, tensors)
-        staging = Staging(folder.resolve(), CONFIG, ADAPTER_FILE)
+        staging = Staging(folder, CONFIG, ADAPTER_FILE)
         try:
             staging.create()
             write_config(staging.path)

@@ -94,9 +94,8 @@ def read_checksums(folder: Path) -> Checksums | None:
         }
         return Checksums(body["save"], tensors, {n: int(c, 16) for n, c in body["files"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(
-            path, f"its fields are not those of a save: {type(error).__name__}: {error}"
-        ) from error
+        problem = f"its fields are not those of a save: {type(error).__name__}: {error}"
+        raise _damaged(path, problem) from error
 
 
 def _damaged(path: Path, problem: str) -> WeightsError:
@@ -172,12 +171,11 @@ def _end_of_header(path: Path) -> int:
         return 8 + min(int.from_bytes(file.read(8), "little"), MAX_HEADER)
 
 
-def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless every file of `folders` has the save id `kept.save`, or no save id if `kept` is None."""
+def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums) -> None:
+    """Raise WeightsError unless every file of `folders` has the save id `kept.save`."""
     for folder in folders:
         for name, found in folder.saves().items():
-            expected = kept.save if kept is not None else None
-            if found != expected:
-                problem = f"this file has the save id {found}, {FILE} has {expected}"
+            if found != kept.save:
+                problem = f"this file has the save id {found}, {FILE} has {kept.save}"
                 hint = "the folder mixes files of two saves, or of another program: copy all files of one save"
                 raise WeightsError(str(folder.path / name), "", problem, hint)

@@ -79,8 +79,7 @@ def _tensor(data: Any, name: str) -> Tensor:
         raise TypeError(f"{name!r} is no dtype of torch")
     found = torch.tensor(data, dtype=dtype)
     if found.numel() > MOST_ELEMENTS:
-        problem = f"a tensor in it has {found.numel()} elements"
-        raise ValueError(f"{problem}, expected at most {MOST_ELEMENTS}")
+        raise ValueError(f"a tensor in it has {found.numel()} elements, expected at most {MOST_ELEMENTS}")  # fmt: skip
     return found
 
 

@@ -92,8 +92,7 @@ def _take_cpu(text: str, device: torch.device | None) -> None:
 def _take_cuda(text: str, device: torch.device | None) -> None:
     state = _tensor(text)
     if state.numel() != CUDA_BYTES:
-        found = f"found a CUDA generator state of {state.numel()} bytes"
-        raise ValueError(f"{found}, expected {CUDA_BYTES}")
+        raise ValueError(f"found a CUDA generator state of {state.numel()} bytes, expected {CUDA_BYTES}")  # fmt: skip
     if device is not None:
         torch.cuda.set_rng_state(state, device)
 

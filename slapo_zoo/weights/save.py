@@ -27,7 +27,7 @@ from slapo_zoo.weights.checksums import BLANK, Checksums, read_checksums
 from slapo_zoo.weights.file_layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
 from slapo_zoo.weights.index import index_name
 from slapo_zoo.weights.safetensors_file import SAVE_ID, SafetensorsFile
-from slapo_zoo.weights.staging import Staging
+from slapo_zoo.weights.staging import Staging, resolved
 from slapo_zoo.weights.write import Written, write_tensors
 
 STEP = "save_folder"
@@ -71,7 +71,7 @@ def save_folder(
         rows: name --> which rows of this rank's tp shard its local tensor has under ZeRO, None: all; None without ZeRO.
         check_finite: raise when NaN or infinite weights would replace an older checkpoint.
     """
-    save = _Save(Path(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
+    save = _Save(folder, {stem: specs, **(beside or {})}, local, mesh, rows or {})
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
     save.finite = [spec.name for spec in specs] if check_finite else []
     if differs := unlike(together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))):
@@ -84,14 +84,6 @@ def save_folder(
         together(mesh, STEP, lambda: save.finish(written, stamp, write_extras))
     finally:
         save.staging.discard()
-
-
-def _resolved(folder: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(folder).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle; a null character
-        hint = "pass another path"
-        raise WeightsError(str(folder), "", f"cannot be used as a folder: {error}", hint) from error
 
 
 def _replaced_by(stem: str) -> re.Pattern[str]:
@@ -107,17 +99,17 @@ class _Save:
     """One save on one rank: all ranks call prepare, create, write and finish; only rank 0 makes folders and files."""
 
     def __init__(
-        self, target: Path, sets: Mapping[str, Sequence[TensorSpec]], local: Mapping[str, Tensor],
+        self, given: str | os.PathLike[str], sets: Mapping[str, Sequence[TensorSpec]], local: Mapping[str, Tensor],
         mesh: Mesh, rows: Mapping[str, Rows | None],
     ):  # fmt: skip
-        self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
+        self.given, self.sets, self.local, self.mesh, self.rows = given, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
         self.replaced, self.layout = _replaced_by(next(iter(sets))), Layout()
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
         """Plan files and check local tensors (WeightsError: shape, dtype, NaN); return a digest, to compare ranks."""
-        self.target = _resolved(self.target)
+        self.target = resolved(self.given)
         self.staging = Staging(self.target, replaced=self.replaced)
         for stem, specs in self.sets.items():
             self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
@@ -225,12 +217,11 @@ def require_finite(target: Path, local: Mapping[str, Tensor]) -> None:
     has NaN or infinity. The host waits for the device once for all tensors.
     """
     held = {n: x.detach() for n, x in local.items()}
-    held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
+    held = {n: x.float() if x.itemsize == 1 else x for n, x in held.items()  # 8-bit floats have no order
+            if x.is_floating_point() and x.numel()}  # fmt: skip
     if not held:
         return
-    # 8-bit floats have no order
-    small = {n: x.float() if x.itemsize == 1 else x for n, x in held.items()}
-    ends = torch.stack([torch.stack(x.aminmax()).double() for x in small.values()])
+    ends = torch.stack([torch.stack(x.aminmax()).double() for x in held.values()])
     good = torch.isfinite(ends).all(-1).tolist()
     if bad := [name for name, is_good in zip(held, good, strict=True) if not is_good]:
         problem = f"found NaN or infinity in {len(bad)} tensors, and an older checkpoint is there"

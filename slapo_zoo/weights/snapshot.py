@@ -31,6 +31,8 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
     for _ in range(TRIES):
         try:
             held = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        except PermissionError as error:
+            raise WeightsError(str(folder), "", f"cannot be read: {error.strerror}", "check its rights") from error  # fmt: skip
         except OSError:
             if is_missing(folder):
                 return read()  # raises its own error

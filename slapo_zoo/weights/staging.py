@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.carry import TOKENIZER_FILE, WEIGHT_FILE, carry_over
@@ -112,6 +113,15 @@ def _unlock(lock: int) -> None:
 
 def _sibling(target: Path, kind: str) -> Path:
     return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
+
+
+def resolved(folder: Any) -> Path:
+    """Return a user's path as an absolute Path without links; WeightsError if it is none: links in a circle, None."""
+    try:
+        return Path(folder).resolve()
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        problem = f"cannot be used as a folder: {error}"
+        raise WeightsError(str(folder), "", problem, "pass another path") from error
 
 
 def check_target(target: Path, mark: str | None = None, option: str = "") -> None:

@@ -83,7 +83,7 @@ def local_folder(
 
 def _without_adapter(folder: Path) -> Path:
     """Return `folder` unchanged; SlapoError if it holds an adapter, which `transformers` would load with its base model."""
-    if not (folder / "adapter_config.json").exists():
+    if not os.path.exists(folder / "adapter_config.json"):
         return folder
     problem = "found adapter_config.json: this folder holds an adapter of peft"
     hint = "load the base model that this file names, then call model.load_adapter(folder)"

@@ -135,6 +135,15 @@ def test_load_of_a_continuously_replaced_folder_raises(tmp_path, monkeypatch):
         load_checkpoint(model, tmp_path / "out", optimizer)
 
 
+def test_load_of_a_folder_that_may_not_be_read_names_the_cause(tmp_path, monkeypatch):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(snapshot.os, "open", denied)
+    with pytest.raises(WeightsError, match="cannot be read: Permission denied"):
+        load_checkpoint(tiny()[0], tmp_path)
+
+
 def race(out, writers, loads):
     """Count the loads that found numbers of several saves, of `loads` or more until two saves were met."""
     started, mixed, found = [Writer(out, 1 + 1_000_000 * n) for n in range(writers)], 0, set()

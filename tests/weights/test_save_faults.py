@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import GPT2Config
 
 from shards import assert_same, local_tensors, model
+from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
 from slapo_zoo.errors import RankError, WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
@@ -81,6 +83,24 @@ def test_adapter_with_nan_does_not_replace_an_older_adapter_unless_allowed(tmp_p
     with pytest.raises(WeightsError, match="found NaN or infinity in 1 tensors"):
         save(float("nan"))
     assert save(float("nan"), check_finite=False).isnan()
+
+
+@pytest.mark.parametrize("folder", [None, 3, "a\0b"])
+def test_value_that_is_no_path_is_refused_by_saves_and_loads(folder):
+    scheduled = AutoScheduledModel.from_config(
+        GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=8)
+    )
+    use = (
+        save_checkpoint,
+        load_checkpoint,
+        type(scheduled).save_pretrained,
+        type(scheduled).load_adapter,
+    )
+    for call in use:
+        with pytest.raises(WeightsError, match="cannot be used as a folder"):
+            call(scheduled, folder)
+    with pytest.raises(WeightsError, match="cannot be used as a folder"):
+        adapter_files.save_adapter_files(Mesh(), folder, {}, lambda _: None)
 
 
 def save_with_a_lost_folder(folder):

@@ -10,6 +10,7 @@ from slapo_zoo.model.checkpoints import adapters
 from slapo_zoo.parallel.compat import require_release
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights.adapter_files import CONFIG, save_adapter_files
+from slapo_zoo.weights.staging import resolved
 
 
 class Adapts:
@@ -46,7 +47,7 @@ class Adapts:
                 problem = "found an argument that a sharded model does not take: each rank reads its own slices to its device"
                 hint = "pass a folder, adapter_name= and is_trainable= alone"
                 raise SlapoError("load_adapter", ", ".join(given), problem, hint)
-            folder, name = Path(peft_model_id), adapter_name or "default"
+            folder, name = resolved(peft_model_id), adapter_name or "default"
             config = _saved_config(folder, is_trainable)
         self._add_adapter(config, name, folder)
         model: Any = self
@@ -66,6 +67,9 @@ class Adapts:
 
         with rank_guard("add_adapter"):
             require_release("add_adapter", "peft", LEAST, "this transformers takes no older one")
+            if name in self._slapo.adapters:
+                hint = "pass another adapter_name=, or first call model.delete_adapter(name)"
+                raise SlapoError("add_adapter", repr(name), "the model has an adapter of this name", hint)  # fmt: skip
             adapters.add_adapter(self, config, name, inject, folder)
 
     def disable_adapters(self) -> None:
@@ -96,7 +100,7 @@ class Adapts:
             name, mesh = self._adapter(adapter_name), self._slapo.schedule.mesh
             full = adapters.consolidated_adapter(self, name)
             write = self.peft_config[name].save_pretrained
-            save_adapter_files(mesh, Path(save_directory), full, write, check_finite)
+            save_adapter_files(mesh, save_directory, full, write, check_finite)
 
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
@@ -155,9 +159,11 @@ def _saved_config(folder: Path, is_trainable: bool) -> Any:
     """Return the peft config of a saved adapter, for training if `is_trainable`; SlapoError if the folder has none."""
     from peft import PeftConfig
 
-    if not (folder / CONFIG).exists():
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # peft raises many types on damaged text
+        problem = f"found no {CONFIG} that peft can read: {error!r:.200}"
         hint = "pass a folder that peft or save_adapter wrote"
-        raise SlapoError("load_adapter", str(folder), f"found no {CONFIG}", hint)
-    config = PeftConfig.from_pretrained(str(folder))
+        raise SlapoError("load_adapter", str(folder), problem, hint) from error
     config.inference_mode = not is_trainable
     return config

@@ -27,6 +27,7 @@ from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.load_rank_slices import check_targets, load_tensors
 from slapo_zoo.weights.random_state import restore_states
 from slapo_zoo.weights.snapshot import read_by_all
+from slapo_zoo.weights.staging import resolved
 from slapo_zoo.weights.training_folder import TrainingFolder, open_training
 from slapo_zoo.weights.training_state import FILE, OF_COPY, of_dp_ranks
 
@@ -49,7 +50,7 @@ def load_checkpoint(
     """
     refuse_adapters(model, LOAD)
     background.join()
-    load = _Load(model, Path(folder), optimizer, scheduler)
+    load = _Load(model, resolved(folder), optimizer, scheduler)
     with rank_guard(LOAD):
         refresh_specs(model, LOAD)
         load.opened = read_by_all(

@@ -30,6 +30,7 @@ from slapo_zoo.weights.encode import encode
 from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import pack_states, sizes_of, states_here
 from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.staging import resolved
 from slapo_zoo.weights.training_state import OF_COPY, by_dp_rank, write_state
 
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
@@ -128,17 +129,7 @@ def async_save_checkpoint(
     """Save the current state of training as `save_checkpoint` does, in a thread, while training continues.
 
     Until the files are written, each rank holds a copy of its tensors in host memory. The next save or load, and the
-    end of the process group, wait for the thread.
-
-    Args:
-        model: a scheduled model.
-        folder: folder on a file system that all ranks share.
-        optimizer: torch optimizer over this rank's parameters, or a list of several.
-        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank; or a list of several.
-        step: number of finished optimizer steps.
-        data_position: position of this dp rank's data loader: numbers, texts, lists, dictionaries.
-        extra: further data of this dp rank to keep, of the same types.
-        max_shard_size: largest size of a file, as text ("5GB") or in bytes.
+    end of the process group, wait for the thread. The arguments are those of `save_checkpoint`.
 
     Returns:
         a Future like that of `torch.distributed.checkpoint.async_save`; `result()` waits, and
@@ -179,12 +170,12 @@ class _Save:
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
     ):  # fmt: skip
-        self.folder = Path(folder).absolute()  # a save in the background may see another cwd
+        self.folder = resolved(folder)  # a save in the background may see another cwd
         self.check_finite = True
         self.model, self.scheduler, self.mine = model, optimizers.as_one(scheduler), mine
         self.whole = model._slapo.data_parallel.whole(model, optimizers.as_one(optimizer))
         self.optimizer = self.whole.optimizer
-        self.write_configs = configs_of(model, folder)
+        self.write_configs = configs_of(model, self.folder)
         self.tensors: dict[str, Tensor] = {}
         self.rows: dict[str, Rows | None] = {}
         self.state: dict[str, Any] = {}
