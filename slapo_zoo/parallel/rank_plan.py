@@ -135,7 +135,7 @@ class RankPlan:
 
     def saved_as(self, name: str) -> str:
         """Return the name under which files hold a tensor; tied tensors are saved under one name."""
-        return self.tensors[name].tied_to or name if name in self.tensors else name
+        return row.tied_to or row.name if (row := self.of(name)) else name
 
     def ties(self) -> list[list[str]]:
         """Return a list of names for each tied tensor; the name under which it is saved comes first."""

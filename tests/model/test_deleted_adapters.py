@@ -7,7 +7,7 @@ from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
 from parity import Case, batch_of, checkpoint
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel, SlapoError, load_checkpoint, save_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
@@ -21,7 +21,7 @@ def config():
 
 
 def merged(folder, out, layout):
-    """Save an adapter, merge it into the weights, delete it, and save the model."""
+    """Save an adapter, merge it into the weights, delete it, and save the model with an optimizer."""
     model = AutoScheduledModel.from_pretrained(folder, **layout)
     model.add_adapter(config())
     model.save_pretrained(out / "adapter")
@@ -29,7 +29,12 @@ def merged(folder, out, layout):
         if hasattr(module, "merge"):
             module.merge()
     model.delete_adapter("default")
-    model.save_pretrained(out / "model")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p.requires_grad_(True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    save_checkpoint(model, out / "model", optimizer)
+    load_checkpoint(model, out / "model", optimizer)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,14 @@ def test_save_of_two_active_adapters_and_load_of_an_adapter_folder_are_refused(
     model.set_adapter(["a", "b"])
     with pytest.raises(SlapoError, match="found the active adapters a, b"):
         model.save_pretrained(tmp_path / "out")
+    before = model.get_adapter_state_dict("a")
+    with pytest.raises(SlapoError, match="'a': the model has an adapter of this name"):
+        model.add_adapter(config(), "a")
+    assert model.get_adapter_state_dict("a").keys() == before.keys()
+    for text in ("{", "[]", '{"peft_type": "NEW"}'):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(SlapoError, match=r"adapter_config.json that peft can read: \w+Error"):
+            model.load_adapter(tmp_path, "c")
     model.delete_adapter("b")
     with pytest.raises(SlapoError, match="without a variant"):
         model.save_pretrained(tmp_path / "out", variant="x")

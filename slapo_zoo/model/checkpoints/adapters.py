@@ -149,9 +149,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     specs = list({spec.name: spec for specs in of_stages for spec in specs}.values())
     local = {spec.name: model.get_parameter(parameter_of(spec.name, name)) for spec in own}
     if grads:
-        local = {
-            key: p.new_zeros(p.shape) if p.grad is None else p.grad for key, p in local.items()
-        }
+        local = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in local.items()}
     return consolidate.gather({k: t.detach() for k, t in local.items()}, specs, model.mesh)
 
 
