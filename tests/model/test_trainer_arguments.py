@@ -54,6 +54,20 @@ def test_trainer_checkpoint_whose_save_was_killed_after_its_rename_resumes_at_it
     assert (again.state.global_step, len(losses)) == (3, 3)  # two of them in the log before
 
 
+def test_run_with_samples_grouped_by_length_resumes_in_a_later_epoch_at_its_next_sample(tmp_path):
+    def losses(resume=None):
+        args = arguments(
+            tmp_path / "out", max_steps=8, save_strategy="steps", save_steps=6,
+            per_device_train_batch_size=4, train_sampling_strategy="group_by_length",
+        )  # fmt: skip
+        model = AutoScheduledModel.from_pretrained(folder, seed=0)
+        return run(ScheduledTrainer(model=model, args=args, train_dataset=rows()), resume)[0]
+
+    folder = checkpoint(CASES["gpt2"], tmp_path)
+    expected = losses()
+    assert losses(str(tmp_path / "out" / "checkpoint-6")) == pytest.approx(expected, rel=1e-5)
+
+
 OVER_RANKS = [  # (argument, sizes of the mesh, sequence_parallel, words of the error)
     ({"neftune_noise_alpha": 5.0}, {"cp": 2}, False, "scale the noise by its own tokens only"),
     ({"neftune_noise_alpha": 5.0}, {"tp": 2}, True, "scale the noise by its own tokens only"),

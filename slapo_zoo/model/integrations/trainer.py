@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.utils.generic import find_labels
 
 from slapo_zoo.errors import SlapoError
@@ -123,13 +122,7 @@ class ScheduledTrainer(Trainer):
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_train_sampler(*args, **kwargs)
-        if isinstance(found, BatchRebalanceSampler):  # it chose rows for ranks, not dp ranks
-            mesh, rows = self._mesh, found.effective_batch_size // self.get_tp_size()
-            return BatchRebalanceSampler(
-                found.lengths, rows, mesh.size("batch"), found.grad_accum, rank=mesh.coord("batch"),
-                drop_last=found.drop_last,
-            )  # fmt: skip
-        return found
+        return options.sampler_of_dp(found, self._mesh, self.args)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any

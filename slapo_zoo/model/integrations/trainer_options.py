@@ -4,7 +4,9 @@ from collections.abc import Sized
 from inspect import signature
 from typing import Any
 
+import torch
 from transformers import set_seed
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.integrations.dialects.engine import is_exact
@@ -158,6 +160,23 @@ def seed_samples(mesh: Any, args: Any) -> None:
     """Set torch's seed for a sampling trainer of TRL by dp rank, not by process: tp ranks sample the same tokens."""
     if hasattr(args, "num_generations") and mesh.world_size > mesh.size("batch"):
         set_seed(args.seed + mesh.coord("batch"))
+
+
+def sampler_of_dp(sampler: Any, mesh: Any, args: Any) -> Any:
+    """Return Trainer's `sampler` of training samples, or one in its place that chooses rows for dp ranks, not for all
+    ranks. A sampler that groups by length gets its order from seed and epoch; it would draw it from torch's generator,
+    which a resume restores. `args` are TrainingArguments.
+    """
+    if isinstance(sampler, LengthGroupedSampler):
+        seed, own = args.seed if args.data_seed is None else args.data_seed, torch.Generator()
+        vars(sampler).update(generator=own, set_epoch=lambda epoch: own.manual_seed(seed + epoch))
+    if isinstance(sampler, BatchRebalanceSampler):
+        rows = sampler.effective_batch_size * mesh.size("batch") // mesh.world_size
+        return BatchRebalanceSampler(
+            sampler.lengths, rows, mesh.size("batch"), sampler.grad_accum, rank=mesh.coord("batch"),
+            drop_last=sampler.drop_last,
+        )  # fmt: skip
+    return sampler
 
 
 def take_one_gpu(args: Any) -> None:
