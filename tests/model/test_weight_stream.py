@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
 
 from parity import Case, changes_of, checkpoint
 from slapo_zoo import AutoScheduledModel, SlapoError
@@ -83,6 +84,20 @@ def test_stream_weights_with_bad_arguments_raises(tmp_path):
         model.load_stream([("transformer.wte.weight", torch.zeros(2))])
     with pytest.raises(SlapoError, match="missing from the stream"):
         model.load_stream(list(model.stream_weights())[1:])
+    with pytest.raises(SlapoError, match=r"save_pretrained: dtype='float8_e4m3fn': not a floating"):
+        model.save_pretrained(tmp_path / "out", dtype="float8_e4m3fn")
+
+
+def test_load_stream_takes_the_state_dict_of_the_plain_model_with_each_name_of_a_tied_tensor(
+    tmp_path,
+):
+    folder = checkpoint(CASES["gpt2"], tmp_path)
+    plain = GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    assert "lm_head.weight" in plain
+    model = AutoScheduledModel.from_pretrained(folder).train()
+    model.load_stream({name: tensor + 1 for name, tensor in plain.items()})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, plain[name] + 1)
 
 
 def alive():

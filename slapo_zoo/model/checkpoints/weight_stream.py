@@ -21,8 +21,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Run, TensorSpec
 from slapo_zoo.parallel.ranks.killed_rank import rank_guard
 from slapo_zoo.weights.load_memory import Target
-from slapo_zoo.weights.load_rank_slices import parse_size
-from slapo_zoo.zoo.argument_values import to_dtype
+from slapo_zoo.weights.load_rank_slices import parse_size, to_dtype
 
 PIECE = 16 << 20  # bytes of one message
 Named = Iterator[tuple[str, Tensor]]
@@ -57,7 +56,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
         problem = f"found {list(ranks)}, expected one or more ranks of 0..{mesh.world_size - 1}"
         hint = "pass ranks of this mesh, e.g. ranks=(0,)"
         raise SlapoError("stream_weights", "ranks", problem, hint)
-    cast = None if dtype is None else to_dtype(dtype)
+    cast = None if dtype is None else to_dtype(dtype, "stream_weights")
     with rank_guard("stream_weights"):
         refresh_specs(model, "stream_weights")
     runtime, local = model._slapo, _Held(model)
@@ -210,7 +209,7 @@ def load_stream(
 
     Args:
         model: a scheduled model.
-        stream: the pairs, in any order, or a dict of them; needed on `rank` alone. All ranks call this function.
+        stream: the pairs, in any order, or a dict of them, also a plain model's state dict; needed on `rank` alone.
         rank: global rank that reads the pairs and broadcasts them.
     """
     with rank_guard("load_stream"), torch.no_grad():
@@ -218,12 +217,15 @@ def load_stream(
         whole = model._slapo.data_parallel.whole(model)
         targets, keys = weights_of(model, whole)
         by_key = {keys[name]: target for name, target in targets.items()}
+        plan, keys_of = model._slapo.plan, model._slapo.keys.to_file
+        known = {key: keys_of(plan.saved_as(n)) for n in plan.tensors for key in (n, keys_of(n))}
         shapes = {s.name: s.shape for s in model._slapo.keys.file_specs(model._slapo.specs)}
         left = dict.fromkeys(shapes)
         given = stream.items() if isinstance(stream, Mapping) else stream or ()
         pairs = iter(given) if model.mesh.rank == rank else None
         while (header := _next_pair(pairs, model, rank)) is not None:
             key, tensor, shape, dtype = header
+            key = key if key in shapes else known.get(key, key)
             if shapes.get(key) != shape:
                 expected = list(shapes[key]) if key in shapes else "no tensor of this name"
                 problem = f"the stream has shape {list(shape)}, the model has {expected}"
