@@ -38,7 +38,7 @@ from slapo_zoo.pipeline.stages import keep_stages
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.ledger import Ledger
-from slapo_zoo.weights.load_rank_slices import LoadOptions
+from slapo_zoo.weights.load_rank_slices import LoadOptions, to_dtype
 from slapo_zoo.weights.snapshot import read_by_all
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.argument_values import (
@@ -48,7 +48,6 @@ from slapo_zoo.zoo.argument_values import (
     local_folder,
     make_mesh,
     pick_device,
-    to_dtype,
 )
 from slapo_zoo.zoo.hf_arguments import HubArguments
 from slapo_zoo.zoo.options import MESH, BuildOptions, LoaderOptions, check_knobs, check_precision

@@ -18,7 +18,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, RESULT, WRONG, Outcome
 from slapo_zoo.weights.ledger import AnonymousPeak
-from slapo_zoo.zoo.argument_values import config_of, to_dtype
+from slapo_zoo.weights.load_rank_slices import to_dtype
+from slapo_zoo.zoo.argument_values import config_of
 from slapo_zoo.zoo.kernels_for_modules import kernels_of
 from slapo_zoo.zoo.options import KNOBS, MESH, LoaderOptions
 

@@ -27,7 +27,8 @@ def encode(value: Any, where: str) -> Any:
         value = value.item()
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS and not value.is_complex():
+    lists = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if lists and value.numel() <= MOST_ELEMENTS and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"$tensor": value.detach().cpu().tolist(), "dtype": dtype}
     if type(value) in (list, tuple):

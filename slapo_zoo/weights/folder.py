@@ -35,12 +35,7 @@ class PickleFile:
 
     def __init__(self, path: Path):
         self._tensors = _load(path)
-        self.entries: dict[str, Entry] = {}
-        start = 0
-        for name, tensor in self._tensors.items():
-            stop = start + tensor.numel() * tensor.itemsize
-            self.entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start, stop)
-            start = stop
+        self.entries = {n: Entry(t.dtype, tuple(t.shape), 0, t.nbytes) for n, t in self._tensors.items()}  # fmt: skip
 
     def view(self, name: str) -> Tensor:
         """Return the tensor called `name`, in the shape and dtype that the file has."""
@@ -224,11 +219,8 @@ def open_checkpoint(
     if not path.is_dir():
         raise WeightsError(str(folder), "", "found no such folder", "pass a checkpoint folder")
     names = [f"{stem}.safetensors", index_name(stem)]
-    for name in names:
-        if os.path.lexists(path / name):
-            return CheckpointFolder(path, name)
     pickles = (f"pytorch_{stem}.bin", f"pytorch_{names[1]}".replace(".safetensors.", ".bin."))
-    for name in pickles:
+    for name in (*names, *pickles):
         if os.path.lexists(path / name):
             return CheckpointFolder(path, name, allow_pickle)
     found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,18 @@ from slapo_zoo.weights.load_memory import Target, can_stay_mapped
 AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 MOST_SHOWN = 20
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names of dtypes
 PIECE = 1 << 22  # elements
+
+
+def to_dtype(dtype: str | torch.dtype, where: str = "from_pretrained") -> torch.dtype:
+    """Return the torch dtype of a name ("bf16" too); SlapoError, by step `where`, if there is none of FLOATS."""
+    name = str(dtype).removeprefix("torch.")
+    found: Any = getattr(torch, SHORT.get(name, name), None)
+    if found not in FLOATS:
+        problem = "not a floating torch dtype of 16 to 64 bits"
+        raise WeightsError(where, f"dtype={dtype!r}", problem, 'pass e.g. "float32" or "bfloat16"')
+    return found
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def check_states(packed: Any, ranks: int) -> str:
         packed: {kind: {"states": base64 texts, "of_rank": index of each rank's state}}, read from the file.
         ranks: number of ranks of the saved mesh.
     """
-    if "cpu" not in packed or not packed.keys() <= set(TAKE):
-        return f"found generators of {sorted(packed)!r:.60}, expected some of {sorted(TAKE)}"
+    if "cpu" not in packed or not packed.keys() <= set(READ):
+        return f"found generators of {sorted(packed)!r:.60}, expected some of {sorted(READ)}"
     for kind, found in packed.items():
         if not isinstance(found, dict) or set(found) != {"states", "of_rank"}:
             return f"{kind}: found {found!r:.60}, expected states and of_rank"
@@ -58,7 +58,7 @@ def check_states(packed: Any, ranks: int) -> str:
             return f"{kind}: found of_rank {of_rank!r:.60}, expected indices below {len(states)}, the number of states"
         for text in states:
             try:
-                TAKE[kind](text, None)
+                READ[kind](text)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 return f"{kind}: not a state that the generator takes: {str(error).splitlines()[0]:.80}"
     return ""
@@ -79,41 +79,40 @@ def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torc
     rank = mesh.rank if saved.sizes == sizes_of(mesh) else first
     for kind, found in packed.items():
         if kind != "cuda" or device.type == "cuda":
-            TAKE[kind](found["states"][found["of_rank"][rank]], device)
+            state = READ[kind](found["states"][found["of_rank"][rank]])
+            SET[kind](state, *[device] * (kind == "cuda"))
 
 
-def _take_cpu(text: str, device: torch.device | None) -> None:
+def _cpu(text: str) -> Tensor:
     state = _tensor(text)
     torch.Generator().set_state(state)  # raises for an invalid state
-    if device is not None:
-        torch.set_rng_state(state)
+    return state
 
 
-def _take_cuda(text: str, device: torch.device | None) -> None:
+def _cuda(text: str) -> Tensor:
     state = _tensor(text)
     if state.numel() != CUDA_BYTES:
         raise ValueError(f"found a CUDA generator state of {state.numel()} bytes, expected {CUDA_BYTES}")  # fmt: skip
-    if device is not None:
-        torch.cuda.set_rng_state(state, device)
+    return state
 
 
-def _take_python(text: str, device: torch.device | None) -> None:
+def _python(text: str) -> Any:
     version, words, gauss = json.loads(_bytes(text))
     state = (version, tuple(words), gauss)
     random.Random().setstate(state)  # noqa: S311 - no secret
-    if device is not None:
-        random.setstate(state)
+    return state
 
 
-def _take_numpy(text: str, device: torch.device | None) -> None:
+def _numpy(text: str) -> Any:
     kind, words, *rest = json.loads(_bytes(text))
     state = (kind, np.array(words, np.uint32), *rest)
     np.random.RandomState().set_state(state)
-    if device is not None:
-        np.random.set_state(state)
+    return state
 
 
-TAKE = {"cpu": _take_cpu, "cuda": _take_cuda, "python": _take_python, "numpy": _take_numpy}
+READ = {"cpu": _cpu, "cuda": _cuda, "python": _python, "numpy": _numpy}
+SET: dict[str, Any] = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state,
+                       "python": random.setstate, "numpy": np.random.set_state}  # fmt: skip
 
 
 def _text(state: bytes) -> str:

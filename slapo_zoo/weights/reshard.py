@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.ledger import OnBytes, byte_progress
-from slapo_zoo.weights.load_rank_slices import FLOATS
+from slapo_zoo.weights.load_rank_slices import FLOATS, to_dtype
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.snapshot import read_whole
 from slapo_zoo.weights.training_folder import TrainingFolder, open_training
@@ -45,7 +44,7 @@ class Unread:
 
 def reshard(
     source: Path, target: Path, max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None, allow_pickle: bool = False,
+    dtype: str | torch.dtype | None = None, allow_pickle: bool = False,
 ) -> None:  # fmt: skip
     """Rewrite the checkpoint of a folder into another folder, or in place. The target appears or changes by one rename;
     files that are not weights are copied, too.
@@ -54,13 +53,10 @@ def reshard(
         source: checkpoint folder, also of `save_checkpoint`.
         target: a new folder, an older checkpoint, or `source` itself.
         max_shard_size: largest file, "5GB" or bytes.
-        dtype: new dtype of the model's floating tensors, except 8-bit floats; None keeps theirs.
+        dtype: new dtype, or its name, of the model's floating tensors, except 8-bit floats; None keeps theirs.
         allow_pickle: accept a `.bin` checkpoint.
     """
-    if dtype is not None and dtype not in FLOATS:
-        names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
-        problem = f"found {dtype}, expected one of {names}"
-        raise WeightsError("reshard", "dtype", problem, "pass one of them, or None")
+    dtype = None if dtype is None else to_dtype(dtype, "reshard")
     with ExitStack() as stack:
         opened = stack.enter_context(read_whole(
             source, lambda: open_training(source, allow_pickle=allow_pickle, needs_state=False), TrainingFolder.close

@@ -23,7 +23,7 @@ from slapo_zoo.parallel.ranks.process_group import init_distributed, is_distribu
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.snapshot import is_missing
 from slapo_zoo.zoo.hf_arguments import HubArguments
-from slapo_zoo.zoo.options import INSTEAD, KNOBS, SHORT, unknown_knob
+from slapo_zoo.zoo.options import INSTEAD, KNOBS, unknown_knob
 from slapo_zoo.zoo.table import families, table_for
 
 
@@ -97,16 +97,6 @@ def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
         return config.dtype
     dtypes = (checkpoint.dtype(key) for key in checkpoint.key_to_file)
     return next((d for d in dtypes if d.is_floating_point), torch.float32)
-
-
-def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a name ("bf16" too); SlapoError if there is no such floating dtype."""
-    name = str(dtype).removeprefix("torch.")
-    found: Any = getattr(torch, SHORT.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        hint = 'pass e.g. "float32", "bfloat16", or "auto"'
-        raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a floating torch dtype", hint)
-    return found
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

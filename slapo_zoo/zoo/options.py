@@ -15,6 +15,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.token_cut import WAYS
+from slapo_zoo.weights.load_rank_slices import SHORT
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ PRECISIONS = {
     "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
     "fp16": Precision(torch.float32, torch.float16, scales=True),
 }
-SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names of dtypes
 TARGETS = {"deepspeed": '"bf16" or "fp16": {"enabled": true} in its config', "megatron": "dtype="}
 
 

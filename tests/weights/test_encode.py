@@ -53,7 +53,17 @@ def test_state_of_a_random_generator_is_equal_after_json_encoding_and_decoding()
     assert torch.equal(there_and_back(state), state)
 
 
-@pytest.mark.parametrize("value", [len, {1, 2}, torch.ones(9000), object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        len,
+        {1, 2},
+        torch.ones(9000),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        object(),
+    ],
+)
 def test_json_encoding_of_unsupported_value_raises_and_names_it(value):
     with pytest.raises(WeightsError, match=r"scheduler.a\[1\]: found a "):
         encode({"a": [0, value]}, "scheduler")

@@ -43,11 +43,9 @@ def reshard(
     A training checkpoint, which also has optimizer states, can be rewritten too.
     """
     from slapo_zoo.weights.reshard import reshard
-    from slapo_zoo.zoo.argument_values import to_dtype
 
-    kept = to_dtype(dtype) if dtype else None
     with waiting(f"reshard {source}"):
-        reshard(source, target, max_shard_size, kept, allow_pickle)
+        reshard(source, target, max_shard_size, dtype, allow_pickle)
     files = {file.name: file.stat().st_size for file in sorted(target.glob("*.safetensors"))}
     told = f"{target}: {sum(files.values()) / 1e6:.1f} MB in {len(files)} files"
     return {"target": target, "files": files}, told

@@ -19,7 +19,7 @@ from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import TensorPlan, without_peft
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights.carry import carry_tokenizer
-from slapo_zoo.zoo.argument_values import to_dtype
+from slapo_zoo.weights.load_rank_slices import to_dtype
 
 
 def refresh_specs(model: Any, step: str) -> None:
@@ -60,7 +60,7 @@ def written_as(
     """
     if dtype is None:
         return local, specs
-    dtype = to_dtype(dtype)
+    dtype = to_dtype(dtype, "save_pretrained")
     name = str(dtype).removeprefix("torch.")
     cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in local.items()}
     floats = [getattr(torch, spec.dtype).is_floating_point for spec in specs]

@@ -26,7 +26,7 @@ from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
 from slapo_zoo.tune.planner.search_result import no_layout
 from slapo_zoo.tune.planner.stage_memory import stage_memory
 from slapo_zoo.tune.planner.timing import How, StageTime, step_time
-from slapo_zoo.zoo.argument_values import to_dtype
+from slapo_zoo.weights.load_rank_slices import to_dtype
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.survey import rank_sizes
 from slapo_zoo.zoo.table import families
