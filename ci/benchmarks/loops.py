@@ -59,7 +59,7 @@ def _one_after_the_other(model: Any, batch: dict[str, Any]) -> None:
     _without_sums(model, batch)
     reducer = model._slapo.calls.reducer
     reducer.averaged = False
-    reducer.average()
+    reducer.finish({})
 
 
 def _by_train_step(model: Any, batch: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +20,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.parallel.rank_plan import RankPlan
+from slapo_zoo.parallel.replaced import replaced
 from slapo_zoo.parallel.rng.layout_independent_random import RandomStream
 from slapo_zoo.parallel.token_cut import WAYS
 
@@ -90,14 +91,9 @@ class State:
         self.random.copy = self.mesh.coord("batch")
         self.index()
 
-    @contextmanager
-    def within(self, forward: ForwardContext) -> Iterator[None]:
+    def within(self, forward: ForwardContext) -> AbstractContextManager[None]:
         """Context of one forward of the model, or its recomputation, in which the schedule's hooks read `forward`."""
-        before, self.forward = self.forward, forward
-        try:
-            yield
-        finally:
-            self.forward = before
+        return replaced(self, "forward", forward)
 
     def index(self) -> None:
         """Fill `modules` (path --> module) and `owners` (id of a parameter --> its names, several when tied) anew."""

@@ -19,6 +19,7 @@ from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.tape import Tape, Transfer
 from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
+from slapo_zoo.parallel.replaced import replaced
 
 
 class TrafficRow(NamedTuple):
@@ -162,17 +163,15 @@ def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
 
     `state.mesh` needs no process group inside. On exit the mesh, modes of modules and random states are restored.
     """
-    before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
-    state.mesh = replace(state.mesh, dry_run=True)
     forward = ForwardContext(state.sequence_parallel, tape=tape, is_call=True)
     state.model.train()
     try:
+        dry = replaced(state, "mesh", replace(state.mesh, dry_run=True))
         drawing = torch.random.fork_rng(devices=[]), state.random.at(*position)
-        with drawing[0], drawing[1], state.within(forward):
+        with dry, drawing[0], drawing[1], state.within(forward):
             yield
     finally:
-        state.mesh = before
         for module, training in modes.items():
             module.training = training
 

@@ -21,10 +21,8 @@ def all_reduce_gradients(
     as 0, but stays None if it is None on every rank, so that an optimizer skips the parameter (also its weight decay),
     as it does in one process. With `group` None nothing is done.
     """
-    if group is None:
-        return
-    for bucket in [Bucket(each, group, factor).start() for each in buckets(list(parameters))]:
-        bucket.wait()
+    if group is not None:
+        Buckets(list(parameters), group, factor).finish()
 
 
 def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -38,6 +36,47 @@ def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         size += p.nbytes
     if bucket:
         yield bucket
+
+
+class Buckets:
+    """All-reduce of the gradients of parameters in few collectives, in the same order on all ranks of a group. Each begins
+    when all its gradients were added, at the latest in `finish`. Arguments are those of `Bucket`, of any dtypes.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
+        self.parameters = parameters
+        self.every = [Bucket(each, group, factor) for each in buckets(parameters)]
+        self.waiting = list(self.every)  # those whose all-reduce has not begun
+        self.bucket_of = {id(p): bucket for bucket in self.every for p in bucket.parameters}
+
+    def expect(self, p: Any) -> None:
+        """End the all-reduce, if there is one, that still reads `.grad` of `p`, to which autograd will add."""
+        bucket = self.bucket_of.get(id(p))
+        if bucket and bucket.work is not None:
+            bucket.wait()
+            self.waiting.append(bucket)
+
+    def add(self, p: Any) -> None:
+        """Start the all-reduces that are complete now that autograd has added a gradient to `.grad` of `p`."""
+        self.bucket_of[id(p)].missing.discard(id(p))
+        while self.waiting and not self.waiting[0].missing:
+            self.waiting.pop(0).start()
+
+    def finish(self, hosts: dist.ProcessGroup | None = None) -> bool:
+        """Start the all-reduces that are left, and wait for all. Return whether a gradient is missing on this rank's GPU;
+        then ranks may exchange over `hosts`, their group for CPU tensors, which are, so that no host waits for a GPU.
+        """
+        for bucket in self.waiting:
+            bucket.start()
+        here, somewhere = [p.grad is not None for p in self.parameters], None
+        if hosts is not None:
+            held = torch.tensor(here, dtype=torch.int32, device="cpu")
+            dist.all_reduce(held, dist.ReduceOp.MAX, hosts)
+            pairs = zip(self.parameters, held.tolist(), strict=True)
+            somewhere = {id(p) for p, some in pairs if some}
+        for bucket in self.every:
+            bucket.wait(somewhere)
+        return not all(here) and self.parameters[0].device.type != "cpu"
 
 
 class Bucket:

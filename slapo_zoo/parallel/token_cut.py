@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.parallel.collectives import all_gather, all_to_all, gather_along
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.replaced import replaced
 
 # Attention on a rank: "gather": its queries, keys of all tokens; "ulysses": all tokens, some heads; "ring": its
 # queries, keys of one rank after the other.
@@ -88,9 +89,9 @@ def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
         stream: the model's RandomStream (source of dropout masks); attention and dropout read `cut` from it.
         cut: how the tokens are sharded over cp; None for a step in which the rank holds all tokens.
     """
-    token, before, stream.cut = _NOW.set(cut), stream.cut, cut
+    token = _NOW.set(cut)
     try:
-        yield
+        with replaced(stream, "cut", cut):
+            yield
     finally:
-        stream.cut = before
         _NOW.reset(token)

@@ -2,8 +2,8 @@
 that several places of a stage use, which torch computes wrong."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from slapo_zoo.errors import SlapoError, StageError
 from slapo_zoo.parallel.ranks.killed_rank import is_lost_peer
+from slapo_zoo.parallel.replaced import replaced
 from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.in_flight import InFlightStage
 from slapo_zoo.pipeline.timeline import (
@@ -197,12 +198,7 @@ def failed_module(model: nn.Module, error: BaseException) -> str:
     return found
 
 
-@contextmanager
-def quiet_schedules() -> Iterator[None]:
+def quiet_schedules() -> AbstractContextManager[None]:
     """Context in which torch does not log the whole pipeline order when a stage fails; StageError names the action."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return replaced(logger, "disabled", True)

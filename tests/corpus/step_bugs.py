@@ -317,7 +317,7 @@ BUGS = [
         GPT2, instead("slapo_zoo.kernels.loss.cross_entropy.gradient", only_where_the_target_is), "verify", "lm_head"),
     Bug("averages divide by all ranks", ("meta-pytorch/torchtune#2420 (gradients scaled by the world size)",),
         "torchtune with tp beside dp", "gradients are divided by dp times tp",
-        BERT, instead("slapo_zoo.model.gradients.gradient_reducer.Bucket", by_all_ranks), "verify", "every gradient", "tp2-dp2"),
+        BERT, instead("slapo_zoo.model.gradients.gradient_reducer.Buckets", by_all_ranks), "verify", "every gradient", "tp2-dp2"),
     Bug("router: gradients of scores not summed", ("huggingface/transformers#48205",),
         "transformers with experts over ranks", "each rank's scores have the gradient of its own experts: all before a block of experts loses the rest",
         MIXTRAL, scores(lambda x, summed: x), "guard", "model.layers.*.mlp.gate"),

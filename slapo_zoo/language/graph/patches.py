@@ -11,23 +11,13 @@ from torch import nn
 from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.language.graph.tracer import ValueTracer, recorded
 from slapo_zoo.parallel.ranks.emulation import BUILDING
+from slapo_zoo.parallel.replaced import replaced
 from slapo_zoo.parallel.rng.seeds import gpu_of
 
 # Functions that create a tensor, or read a dtype, without a tensor among their arguments.
 FACTORIES = ("ones", "zeros", "full", "arange", "empty", "tensor", "linspace", "eye")
 FACTORIES += ("finfo", "iinfo", "promote_types", "broadcast_shapes")
 RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in each call of the graph
-
-
-@contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Context in which the attribute `name` of `owner` has the value `new`."""
-    old = owner.__dict__[name]
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel.replaced import replaced
 
 
 @primitive("unfused")
@@ -37,10 +38,7 @@ class Unfused(Directive):
 
         @wraps(forward)
         def unfused(*args: Any, **kwargs: Any) -> Any:
-            before, module.training = module.training, False
-            try:
+            with replaced(module, "training", False):
                 return forward(*args, **kwargs)
-            finally:
-                module.training = before
 
         module.forward = unfused

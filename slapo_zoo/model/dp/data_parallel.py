@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from slapo_zoo.language import gradients
 from slapo_zoo.model.gradients.calls import Calls
-from slapo_zoo.model.gradients.gradient_reducer import GradientReducer, is_taken
+from slapo_zoo.model.gradients.gradient_reducer import is_taken
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.replaced import replaced
 from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
 
 
@@ -42,7 +43,7 @@ class DataParallel:
 
     loss_scale: float = 1.0  # factor of the loss: dp where an average over dp follows
     clips_itself: bool = False  # True: the engine clips, steps and clears gradients
-    reducer: GradientReducer
+    calls: Calls
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         """Run the model's own forward with the keyword arguments `batch`, and return its output."""
@@ -53,13 +54,20 @@ class DataParallel:
         """Context of one training step, which begins with `.grad` of this rank's `parameters` set to None. At the end
         the gradients from before the step are added to the new ones; an error restores the gradients from before.
         """
-        at_once = any(is_taken(p) for p in parameters)
-        with self.reducer.one_step(at_once), gradients.only_new(parameters):
-            yield
+        reducer = self.calls.reducer
+        reducer.in_step, reducer.averaged, reducer.at_once = True, False, any(map(is_taken, parameters))  # fmt: skip
+        try:
+            with gradients.only_new(parameters):
+                yield
+        except BaseException:
+            self.calls.abandon()
+            raise
+        finally:
+            reducer.in_step, reducer.at_once = False, True
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; only the last one averages gradients over dp."""
-        return nullcontext() if is_last else self.reducer.no_sync()
+        return nullcontext() if is_last else self.calls.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of `loss` * `loss_scale`, which is dp if an average of gradients over dp follows, else 1."""
@@ -90,15 +98,15 @@ class DataParallel:
         `step` is (run, tensors, others, count) as in `pipeline_step`, but with a `run` that returns losses *
         `loss_scale`. The last backward averages gradients over dp if each rank runs one stage; else `sum_over_dp` does.
         """
-        before_last = self.reducer.last_backward if _ends_once(pipeline) else None
-        with self.reducer.no_sync():
+        reducer, places = self.calls.reducer, pipeline.places
+        before_last = reducer.last_backward if places.num_stages == places.pp else None
+        with reducer.no_sync():
             return pipeline_step(pipeline, *step, before_last=before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average the gradients over dp at the end of a step, unless its last backward has done so. As each loss was
-        multiplied by the number of dp ranks (`loss_scale`), the result is the sum of the losses' own gradients.
+        """Sum gradients over dp at the end of a step where an engine or ZeRO has to; by default do nothing: hooks average
+        them, which is the sum, as each loss was multiplied by the number of dp ranks (`loss_scale`).
         """
-        self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
         """Do nothing after a backward in the user's own loop (without `train_step`): hooks have reduced all gradients.
@@ -147,15 +155,9 @@ class DataParallel:
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)
 
 
-@contextmanager
-def within_engine(model: Any) -> Iterator[None]:
+def within_engine(model: Any) -> AbstractContextManager[None]:
     """Context in which an engine (DDP) calls `model`: the call runs the model's own forward only, no checks."""
-    runtime = model._slapo
-    runtime.within_engine = True
-    try:
-        yield
-    finally:
-        runtime.within_engine = False
+    return replaced(model._slapo, "within_engine", True)
 
 
 class Native(DataParallel):
@@ -193,7 +195,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
     calls = runtime.calls = Calls(runtime, runtime.schedule.mesh) if divides else runtime.calls
     calls.divided_parameters, calls.guard.needed = divides, not engine.clips_itself
     calls.reducer.over_dp = False
-    runtime.data_parallel, engine.reducer = engine, calls.reducer
+    runtime.data_parallel, engine.calls = engine, calls
 
 
 def use_hooks(runtime: Any) -> None:
@@ -202,15 +204,10 @@ def use_hooks(runtime: Any) -> None:
     """
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
-    runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
+    runtime.data_parallel, engine.calls = engine, runtime.calls
 
 
 def sum_partial_gradients_in_backward(model: Any) -> None:
     """Hook the model's parameters to sum gradients over tp only; an engine (DDP) averages them over dp itself."""
     model._slapo.calls.reducer.over_dp = False
     model._slapo.calls.prepare(model)
-
-
-def _ends_once(pipeline: Any) -> bool:
-    """Return whether each pipeline rank runs a single stage, so that a step's last backward completes all gradients."""
-    return pipeline.places.num_stages == pipeline.places.pp

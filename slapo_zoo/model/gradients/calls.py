@@ -4,7 +4,6 @@ When a backward begins, the state of its forward call is restored, so that recom
 the same dropout masks. When the backward ends, all gradients are summed over ranks, and checked.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +58,7 @@ class Calls:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
         """Return a new state without hooks, for a copied model; the copy's next call hooks its own parameters."""
         memo[id(self)] = new = Calls(memo.get(id(self.runtime), self.runtime), self.mesh)
-        new.reducer = copy.deepcopy(self.reducer, memo)
-        new.divided_parameters = self.divided_parameters
+        new.reducer.over_dp, new.divided_parameters = self.reducer.over_dp, self.divided_parameters
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> list[tuple[str, nn.Parameter]]:
@@ -89,7 +87,9 @@ class Calls:
                 refuse_fsdp(model)
                 require_known_weights(model, "forward")
                 self.trained = [id(p) for _, p in trained]
-            self.reducer.attach((n, p) for n, p in every if self.reducer.over_dp or n in partial)
+            summed = every if self.reducer.over_dp else [(n, p) for n, p in every if n in partial]
+            for name, p in summed:
+                self.reducer.hook(name, p)
         take_over(self.reducer, self.named)
         return every
 
@@ -174,6 +174,7 @@ class Calls:
 
     def abandon(self) -> None:
         """Drop the state that a failed backward left, so that the next one begins afresh."""
+        self.task = -1
         self._restore_context()
         self.reducer.forget()
         self.reducer.uses.found.clear()

@@ -32,6 +32,7 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.emulation import HostedRanks
 from slapo_zoo.parallel.ranks.killed_rank import default_store
 from slapo_zoo.parallel.ranks.process_group import timeout_of
+from slapo_zoo.parallel.replaced import replaced
 from slapo_zoo.parallel.thread_sums import runs_a_rank
 from slapo_zoo.zoo.argument_values import make_mesh, pick_device
 from slapo_zoo.zoo.options import LoaderOptions
@@ -289,11 +290,8 @@ class ExactModel(Unwrapped, nn.Module):
         own = split_over_ranks(optimizer, (*args[1:], *kwargs.values()), self.hosted)
         if own is None:
             return None
-        self._stepping = True
-        try:
+        with replaced(self, "_stepping", True):
             self._host.run(lambda rank: own[self._host.ranks.index(rank)].step() and None)
-        finally:
-            self._stepping = False
         for each in own:
             give_back(optimizer, each)
         return (without(optimizer, self.hosted), *args[1:]), kwargs

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention import CACHES
 from slapo_zoo.model.dp.dp_shard import Sharded
+from slapo_zoo.parallel.replaced import replaced
 
 
 class SourceTokens(dict):
@@ -87,12 +88,8 @@ class Generates:
         runtime = model._slapo
         if isinstance(runtime.data_parallel, Sharded):  # a rank whose rows have ended still gathers
             kwargs.setdefault("synced_gpus", True)
-        before, runtime.generates = runtime.generates, True
-        try:
-            with runtime.precision.computing(model):
-                return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        finally:
-            runtime.generates = before
+        with replaced(runtime, "generates", True), runtime.precision.computing(model):
+            return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Return the encoder; within `generate` with pp > 1, a module that returns its own inputs. The pipeline then

@@ -14,6 +14,7 @@ from slapo_zoo.errors import MeshError
 from slapo_zoo.parallel.collectives import all_gather
 from slapo_zoo.parallel.known import IGNORED
 from slapo_zoo.parallel.losses.heads import head_of
+from slapo_zoo.parallel.replaced import replaced
 
 # In the order in which the heads of `transformers` compute their terms.
 LABELS = (
@@ -122,11 +123,8 @@ class GlobalMeans(TorchFunctionMode):
             raise _refusal("it adds a term that is no mean over targets (a router's load-balancing loss, a z-loss)")  # fmt: skip
 
     def _run_own(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.in_own = True
-        try:
+        with replaced(self, "in_own", True):
             loss = own(*args, **kwargs)
-        finally:
-            self.in_own = False
         if not getattr(loss, _SHARE, False):
             what = "something else than a sum of constants times means that these functions return"
             raise _refusal(f"loss_function returns {what}", OF_OWN)

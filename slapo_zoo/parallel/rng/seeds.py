@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.parallel.replaced import replaced
 
 TENSOR_PARALLEL = "model-parallel-rng"
 
@@ -87,16 +88,11 @@ class RngTracker:
             yield
             self.states[name] = self._current()
 
-    @contextmanager
-    def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
+    def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Any:
         """Context in which `fork` uses `states` instead of the tracker's own. `states` is {name: (state of the CPU's
         generator, [state of each GPU's])}.
         """
-        before, self.states = self.states, dict(states)
-        try:
-            yield
-        finally:
-            self.states = before
+        return replaced(self, "states", dict(states))
 
 
 class GeneratorOfThreads(threading.local):

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from slapo_zoo.parallel.known import known, places
+from slapo_zoo.parallel.replaced import replaced
 from slapo_zoo.parallel.rng.device_seeds import DeviceSeeds
 from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
@@ -211,11 +212,6 @@ class StreamPosition:
             advance_generator()
         return found
 
-    @contextmanager
-    def without_rows(self) -> Iterator[None]:
+    def without_rows(self) -> AbstractContextManager[None]:
         """Context in which draws do not depend on the batch rows; all micro-batches and dp ranks draw equal numbers."""
-        before, self.has_rows = self.has_rows, False
-        try:
-            yield
-        finally:
-            self.has_rows = before
+        return replaced(self, "has_rows", False)
