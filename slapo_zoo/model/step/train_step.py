@@ -45,6 +45,9 @@ from slapo_zoo.parallel.token_cut import TokenCut, cutting
 from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
 from slapo_zoo.zoo.table import families
 
+# (entries with a batch axis, other entries, rows, micro-batches) of a batch
+Checked = tuple[dict[str, Tensor], dict[str, Any], int, int]
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -154,7 +157,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     cut, batch = cut_of(model), _on_device(model, batch)
     if options.batch_is_sharded and cut is not None:
         batch = whole_batch(cut, batch)
-    step = split(model, options, *check(model, batch, options))
+    step = split(model, options, check(model, batch, options))
     parameters, stream = list(step.parameters.values()), step.runtime.schedule.state.random
     with (
         step.runtime.data_parallel.new_gradients(parameters),
@@ -177,52 +180,38 @@ def _on_device(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, **{k: v.to(device) for k, v in there.items()}}
 
 
-def check(
-    model: Any, batch: Mapping[str, Any], options: StepOptions
-) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
-    """Return (entries with a batch axis, other entries, number of rows, of micro-batches) of a step with `batch` and
-    `options`, its other arguments; SlapoError on bad input.
+def check(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Checked:
+    """Return a step's batch as (entries with a batch axis, other entries, number of rows, number of micro-batches);
+    SlapoError on bad input, in `batch` or in `options`, the other arguments of the step.
     """
-    runtime, mesh = model._slapo, model.mesh
+    runtime, mesh, own = model._slapo, model.mesh, options.loss_fn is not None
     own_loss.require_gradients()
-    if options.loss_fn is not None:
-        batch = own_loss.for_loss_alone(runtime.own_forward, batch)
+    batch = own_loss.for_loss_alone(runtime.own_forward, batch) if own else batch
     tensors, whole = split_batch(batch)
-    if accepts(model.unscheduled_class, "use_cache"):
-        whole["use_cache"] = False
-    rows = count_rows(tensors)
-    if not rows:
+    if not (rows := count_rows(tensors)):
         raise step_checks.no_rows(batch, mesh)
     refuse_outputs(model, whole)
-    set_return_dict(model, whole)
     step_checks.require_head(model.unscheduled_class, batch)
-    if options.loss_fn is None:
+    if not own:
         step_checks.require_labels(tensors, whole, mesh)
     count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
-    own = options.loss_fn is not None
     parts = {"micro_batches": count, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.size("batch")}
     refuse_divided(model, whole, own, **parts)
     step_checks.require_rows(tensors, whole, rows, count)
+    if accepts(model.unscheduled_class, "use_cache"):
+        whole["use_cache"] = False
+    set_return_dict(model, whole)
     return tensors, whole, rows, count
 
 
-def split(
-    model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
-) -> Step:  # fmt: skip
-    """Return the Step that trains on a batch, whose micro-batches are slices of its rows; collective, on all ranks.
-    Tokens are sharded over cp, rows get indices in the batch of all dp ranks, and numbers of labels are summed.
-
-    Args:
-        model: a scheduled model.
-        options: arguments of `Scheduled.train_step` other than the batch.
-        tensors: entries of the batch with a batch axis.
-        whole: the other entries, which every micro-batch gets.
-        rows: number of this dp rank's rows.
-        count: number of micro-batches.
+def split(model: Any, options: StepOptions, checked: Checked) -> Step:
+    """Return the Step that trains on a batch, as `check` returned it: its micro-batches are slices of its rows, which get
+    indices in the batch of all dp ranks, and tokens are sharded over cp. Collective, on all ranks.
     """
-    runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
-    state, reducer = runtime.schedule.state, runtime.calls.reducer
-    given, cut = tensors, cut_of(model)
+    tensors, whole, rows, count = checked
+    runtime, mesh, given, cut = model._slapo, model.mesh, checked[0], cut_of(model)
+    state, parts = runtime.schedule.state, count * mesh.size("loss")
+    reducer, scale = runtime.calls.reducer, runtime.data_parallel.loss_scale
     batch_cut = None if state.body else cut
     if batch_cut is not None:
         tensors, whole = cut_step(model, batch_cut, tensors, whole, options.loss_fn is not None)
@@ -234,18 +223,27 @@ def split(
     reducer.asks_hosts = asked.missed
     check_batch(mesh, given, number, model.input_check_interval, partial(on_parts, model))
     tensors[ROWS] = asked.rows(rows)  # last, since the pipeline takes the device of the first entry
-    own, means = options.loss_fn, None
-    if own is not None:
-        divisor = own_loss.divisor_of(targets, asked.totals, parts)
-        own = own_loss.OwnLoss(own, divisor, runtime, batch_cut)
-    elif parts > 1 or targets is not None:
-        counted = targets_of(runtime.head_name(model), tensors) if targets is None else None
-        means = GlobalMeans(asked.totals, counted, mesh.group("loss"))
-    times = runtime.data_parallel.loss_scale
-    beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
-    tokens = tokens_of("logits", {**given, **whole}) if batch_cut else 0
-    kept = LogitsKept(None if own else batch_cut, tokens) if options.return_logits else None
-    return Step(model, tensors, whole, count, parameters, number, asked, means, own, beside, options.scaler, kept)  # fmt: skip
+    own, means = _losses(model, options.loss_fn, tensors, targets, asked.totals, parts, batch_cut)
+    beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, scale)
+    kept = LogitsKept(None if own else batch_cut, {**given, **whole})
+    return Step(model, tensors, whole, count, parameters, number, asked, means, own, beside, options.scaler,
+                kept if options.return_logits else None)  # fmt: skip
+
+
+def _losses(
+    model: Any, loss_fn: Any, tensors: Mapping[str, Tensor], targets: Any, totals: Any, parts: int, cut: Any
+) -> tuple[own_loss.OwnLoss | None, GlobalMeans | None]:  # fmt: skip
+    """Return `own` and `means` of a Step: how the loss of a micro-batch becomes its share of the step's loss. `targets`
+    are the numbers of targets that the caller passed, or None; `totals` those of all dp ranks. `parts` counts
+    micro-batches of all dp and cp ranks; `cut` says which tokens of the batch's entries `tensors` each cp rank has.
+    """
+    if loss_fn is not None:
+        divisor = own_loss.divisor_of(targets, totals, parts)
+        return own_loss.OwnLoss(loss_fn, divisor, model._slapo, cut), None
+    if parts == 1 and targets is None:
+        return None, None
+    counted = targets_of(model._slapo.head_name(model), tensors) if targets is None else None
+    return None, GlobalMeans(totals, counted, model.mesh.group("loss"))
 
 
 def _targets(
@@ -363,11 +361,11 @@ class LogitsKept:
 
     Args:
         cut: object that knows which tokens each cp rank has, and gathers them; None if logits have all tokens.
-        tokens: number of tokens of a whole row, if `cut` is given.
+        given: the batch with all tokens, which tells the number of a row's logits.
     """
 
-    def __init__(self, cut: TokenCut | None = None, tokens: int = 0) -> None:
-        self.cut, self.tokens, self.cls = cut, tokens, None
+    def __init__(self, cut: TokenCut | None, given: Mapping[str, Any]) -> None:
+        self.cut, self.given, self.cls = cut, given, None
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
@@ -379,7 +377,8 @@ class LogitsKept:
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
         if self.cut is not None:
             gathered = {k: self.cut.whole_of_numbers(v.detach(), 1) for k, v in whole.items()}
-            whole = {k: v.narrow(1, 0, self.tokens) for k, v in gathered.items()}
+            tokens = tokens_of("logits", self.given)
+            whole = {k: v.narrow(1, 0, tokens) for k, v in gathered.items()}
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
