@@ -26,7 +26,8 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
         report(error)
         sys.exit(2)
     except SystemExit as stop:
-        _say_why(stop)
+        if type(stop) is not SystemExit and is_first():  # a StoppedError says how to resume
+            sys.stderr.write(f"{stop}\n")
         raise
     except OSError as error:  # a full disk, a missing folder, an unreadable file of the user
         if getattr(state, "debug", False) or (error.filename is None and not is_full(error)):
@@ -41,12 +42,6 @@ def _of_the_disk(error: OSError) -> SlapoError:
     if is_full(error):
         hint = "make room there; the same command resumes a run that has a checkpoint"
     return SlapoError(str(error.filename or "disk"), "", error.strerror or str(error), hint)
-
-
-def _say_why(stop: SystemExit) -> None:
-    """Print on rank 0 the message of a StoppedError `stop`, which says how to resume; ignore a plain SystemExit."""
-    if type(stop) is not SystemExit and is_first():
-        sys.stderr.write(f"{stop}\n")
 
 
 def check_new_file(path: Path | None, option: str) -> None:

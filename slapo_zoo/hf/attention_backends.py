@@ -45,15 +45,9 @@ def _of_transformers(name: str) -> Callable[..., Any]:
 
 def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
     """Call `eager_attention_forward` of the file that defines the attention's class, as each model family has its own."""
-    family = sys.modules[type(attention).__mro__[_class_index(attention)].__module__]
+    files = [sys.modules.get(cls.__module__) for cls in type(attention).__mro__]
+    family: Any = next((f for f in files if hasattr(f, "eager_attention_forward")), files[0])
     return family.eager_attention_forward(attention, *tensors, **kwargs)
-
-
-def _class_index(attention: nn.Module) -> int:
-    """Return the index in an attention's MRO of the class that `transformers` defines; those before it are slapo_zoo's."""
-    classes = type(attention).__mro__
-    has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
-    return next((i for i, found in enumerate(has) if found), 0)
 
 
 def _xformers(

@@ -141,13 +141,9 @@ def viewed(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _unchanged(grad: Tensor) -> Tensor:
-    return grad
-
-
 def reduce_forward(x: Tensor, group: Group) -> Tensor:
     """Return the sum of x over the group's ranks; the gradient passes to x unchanged (Megatron-LM's function g)."""
-    return x if group is None else with_gradient(x, partial(summed, group=group), _unchanged)
+    return x if group is None else with_gradient(x, partial(summed, group=group), lambda grad: grad)
 
 
 def reduce_backward(x: Tensor, group: Group) -> Tensor:

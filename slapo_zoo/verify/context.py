@@ -193,7 +193,9 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
     result = RankResult.on(mesh)
     recorder = Recorder(model)
     with agreed_collectives(mesh, recorder), NoDropout(), recorder, _as_trained(sch):
-        leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]
+        output = model(*args, **kwargs)
+        tree = dict(output) if hasattr(output, "keys") else output
+        leaves = [_whole(x) for x in tree_leaves(tree)]
         outputs = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         loss = _loss(outputs)
         if loss is not None:
@@ -221,10 +223,6 @@ def _as_trained(sch: Schedule) -> Iterator[None]:
         sch.state.sums = handles if built else []
         for handle in () if built else handles:
             handle.remove()
-
-
-def _as_tree(output: Any) -> Any:
-    return dict(output) if hasattr(output, "keys") else output
 
 
 def _whole(x: Any) -> Any:

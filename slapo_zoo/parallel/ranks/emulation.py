@@ -121,7 +121,8 @@ class HostedRanks:
             raise
         own.mark = marks.get(self.ranks[0], mark)
         if failures := [error for _, _, error in found if error is not None]:
-            raise _first_cause(failures)
+            # a RankError only reports a lost peer
+            raise next((e for e in failures if not isinstance(e, RankError)), failures[0])
         return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
 
     def _work(self, rank: int) -> None:
@@ -256,11 +257,6 @@ def _leave() -> None:
     if dist.is_initialized():
         heartbeat.stop()
         dist.destroy_process_group()
-
-
-def _first_cause(failures: Sequence[BaseException]) -> BaseException:
-    """Return the first error that is not a RankError (which only reports a lost peer); if all are, the first of these."""
-    return next((error for error in failures if not isinstance(error, RankError)), failures[0])
 
 
 @contextmanager

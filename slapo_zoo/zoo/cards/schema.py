@@ -5,7 +5,7 @@ has registered in the process.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -49,15 +49,9 @@ def validator() -> Any:
         whose list of schemas is `rules`. For a directive, only the schema of its primitive is tried, to save time.
         """
         for index, each in enumerate(rules):
-            if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:
-                continue
-            yield from validator.descend(instance, each, schema_path=index)
+            if not isinstance(instance, list) or instance[1:2] == [each["if"]["prefixItems"][1]["const"]]:  # fmt: skip
+                yield from validator.descend(instance, each, schema_path=index)
 
     # JSON Schema counts 1.0 as an integer; a directive does not.
     checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, v: type(v) is int)
     return extend(Draft202012Validator, {"allOf": all_of}, type_checker=checker)(schema())
-
-
-def _primitive_of(rule: Mapping[str, Any]) -> str:
-    """Return the primitive (e.g. "shard") of `rule`, a JSON Schema {"if": ..., "then": ...} for its arguments."""
-    return rule["if"]["prefixItems"][1]["const"]
