@@ -78,11 +78,6 @@ class Precision:
         """Return whether the optimizer updates float32 master copies instead of the weights."""
         return self.optimizer > 2 * self.state_itemsize
 
-    @property
-    def per_parameter(self) -> int:
-        """Return the bytes per parameter: weight, gradient and optimizer state together."""
-        return self.weights + self.gradients + self.optimizer
-
 
 PRECISIONS = {
     "fp32": Precision("float32", 4, 4, 8),

@@ -7,7 +7,6 @@ from typing import Any
 
 from slapo_zoo.errors import MeshError, ScheduleError
 
-Engine = Callable[..., Any]
 HOMES = {  # engine --> module that is imported on first use
     "torch": "slapo_zoo.model.integrations.dialects.torch",
     "deepspeed": "slapo_zoo.model.integrations.dialects.deepspeed",

@@ -1,6 +1,6 @@
 """Base of all engines: one call per optimizer step, and checkpoints that every engine reads."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -9,7 +9,6 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints.resume import load_checkpoint
 from slapo_zoo.model.checkpoints.training_checkpoint import Resumed, save_checkpoint
 
-MakeOptimizer = Callable[[Iterable[Any]], Any]
 OF_MODEL = (
     "config", "mesh", "schedule", "ledger", "parameters", "named_parameters", "train_step",
     "clip_grad_norm_", "consolidated_state_dict", "save_pretrained", "push_to_hub", "generate",
