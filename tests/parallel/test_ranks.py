@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
+import slapo_zoo
 from slapo_zoo.errors import RankError, ScheduleError
 
 
@@ -37,6 +39,11 @@ def mesh(sizes):
     value = torch.ones(1)
     dist.all_reduce(value, group=device_mesh.get_group("a"))
     return value.item()
+
+
+def places():
+    """Return where the packages under test come from."""
+    return slapo_zoo.__file__, transformers.__file__, torch.__file__
 
 
 def fail_on(rank, how):
@@ -75,6 +82,10 @@ def state(pid):
 
 def assert_works(ranks, nprocs=2):
     assert [result[0] for result in ranks.run(all_reduce, nprocs, Box(0))] == list(range(nprocs))
+
+
+def test_ranks_have_the_packages_of_the_test_also_those_on_its_pythonpath(ranks):
+    assert ranks.run(places, 1) == [places()]
 
 
 def test_rank_pool_returns_results_in_rank_order(ranks):

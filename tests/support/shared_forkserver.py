@@ -14,7 +14,8 @@ VARIABLE = "SLAPO_ZOO_FORKSERVER"  # folder of the run; once the server has star
 def start():
     """Start the server of this process, unless it runs."""
     get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
         forkserver.ensure_running()  # the server knows our PYTHONPATH, not our sys.path
 
 
