@@ -181,7 +181,7 @@ class Planner:
         interleaved_1f1b. `tries` says whether (sequence parallelism, cp > 1) are tried. For each mesh whose dry run
         fails, add (its sizes as text, e.g. "tp=2 cp=2 gather", reason) to `refused`.
         """
-        blocks = sum(name in self._blocks() for name, _ in self.costs())
+        blocks = sum(name in self.family.blocks for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
         for tp in (n for n in divisors(gpus) if self.hardware.per_node % n == 0):
             for divided, cp, way in self._divisions(tp, gpus, *tries):
@@ -343,16 +343,13 @@ class Planner:
             self._costs = family.repeat([(c.unit, c.step) for c in found])
         return self._costs
 
-    def _blocks(self) -> set[str]:
-        return set(self.family.blocks)
-
     def cuts(self, stages: int) -> list[int]:
         """Return the indices of the calls of modules (blocks, ...) before which the model is split into stages."""
         key = "cuts", stages
         if key not in self._stages:
             names, costs = zip(*self.costs(), strict=True)
-            may_cut = [i for i, name in enumerate(names) if name in self._blocks()]
+            may_cut = [i for i, name in enumerate(names) if name in self.family.blocks]
             if self.runtime.even:
-                costs = [float(name in self._blocks()) for name in names]
+                costs = [float(name in self.family.blocks) for name in names]
             self._stages[key] = [i + 1 for i in balanced_cuts(costs, may_cut, stages)]
         return self._stages[key]

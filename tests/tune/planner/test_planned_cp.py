@@ -31,7 +31,7 @@ CONFIGS = {
     "T5ForConditionalGeneration": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
                                    "decoder_start_token_id": 0, "vocab_size": 64},
 }  # fmt: skip
-HEADS, KV_HEADS, SIZE, TOKENS = 8, 2, 8, 4096
+HEADS, KV_HEADS, SIZE, TOKENS, LAYERS = 8, 2, 8, 4096, 3
 
 
 def config_of(name):
@@ -60,7 +60,7 @@ def test_planner_dry_run_with_cp_uses_the_batch_keys_and_shapes_of_a_real_step(n
 
 def llama(**changes):
     sizes = {"hidden_size": HEADS * SIZE, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-             "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": TOKENS}  # fmt: skip
+             "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 64, "max_position_embeddings": TOKENS}  # fmt: skip
     return transformers.LlamaConfig(**sizes | changes, architectures=["LlamaForCausalLM"])
 
 
@@ -70,7 +70,7 @@ def planner_of(padding):
     return Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=padding)
 
 
-HEAD_BYTES = 2 * 512 * SIZE * 4  # of one head's keys, of all tokens of two rows
+HEAD_BYTES = 2 * TOKENS * SIZE * 2  # of one head's keys, of all tokens of two rows
 SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-to-alls
     # keys and values gathered; gathered again, and their gradients reduced and scattered
     "gather": (2 * KV_HEADS * HEAD_BYTES, 4 * KV_HEADS * HEAD_BYTES, 0),
@@ -81,12 +81,12 @@ SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-
 
 @pytest.mark.parametrize("way", SENT)
 def test_planner_bytes_sent_over_cp_equal_the_known_bytes_of_each_attention_option(way):
-    planner, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 4
+    planner, cp = planner_of(False), 4
     block, expected = planner.profile(1, False, cp, way).units[2].few, SENT[way]
     found = block.forward.cut_comm, block.backward.cut_comm, block.forward.exchanged
     assert found == pytest.approx(expected, rel=0.02)
     step = planner.forecast(Layout(rows=2, cp=cp, cp_attention=way)).step
-    assert step.cp_bytes >= 4 * sum(expected[:2]) * (cp - 1) / cp
+    assert step.cp_bytes >= LAYERS * sum(expected[:2]) * (cp - 1) / cp
     assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
 
 
@@ -133,16 +133,16 @@ def test_planner_attention_dropout_memory_is_halved_by_cp_2_on_every_device(devi
     assert kept[1] == pytest.approx(kept[0] / 2, rel=0.05)
 
 
-def test_planner_activation_memory_is_halved_by_cp_2_and_weights_stay_replicated():
-    """A block keeps half of them on cp=2; parameters are whole on each rank unless dp_shard divides them."""
+def test_planner_activation_memory_is_quartered_by_cp_4_and_weights_stay_replicated():
+    """A block keeps a quarter of them on cp=4; parameters are whole on each rank unless dp_shard divides them."""
     planner = planner_of(False)
-    kept = [planner.profile(1, False, cp).units[2].few.kept for cp in (1, 2)]
-    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
-    whole, half = (planner.forecast(Layout(cp=cp)).ranks[0] for cp in (1, 2))
-    assert half.weights == whole.weights
-    assert half.gradients == whole.gradients
-    shared = planner.forecast(Layout(cp=2, dp_shard=2)).ranks[0]
-    assert shared.optimizer == pytest.approx(half.optimizer / 2, rel=0.01)
+    kept = [planner.profile(1, False, cp).units[2].few.kept for cp in (1, 4)]
+    assert kept[1] == pytest.approx(kept[0] / 4, rel=0.02)
+    whole, quarter = (planner.forecast(Layout(cp=cp)).ranks[0] for cp in (1, 4))
+    assert quarter.weights == whole.weights
+    assert quarter.gradients == whole.gradients
+    shared = planner.forecast(Layout(cp=4, dp_shard=4)).ranks[0]
+    assert shared.optimizer == pytest.approx(quarter.optimizer / 4, rel=0.01)
 
 
 def test_planner_search_chooses_cp_when_tp_pp_and_dp_cannot_shard_the_model():
