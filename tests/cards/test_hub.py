@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,25 +27,39 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hub")
 
 
-def run(hub, folder, name, home, offline="0"):
-    """Return the result of a scenario in a new process."""
+@contextmanager
+def client(hub, folder, offline="0"):
+    """Context that yields a function that runs a step in a fork of one process of the client: (result, what it says)."""
     env = {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / home), "HF_TOKEN": "hf_test",
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_test",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
-    place = folder / "card" if name == "publish" else folder
-    place.mkdir(exist_ok=True)
-    command = [sys.executable, str(HERE / "hub_scenarios.py"), name, str(place)]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((place / f"{name}.json").read_text()), done.stderr
+    command, pipe = [sys.executable, str(HERE / "hub_scenarios.py")], subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
+
+        def run(name):
+            place = folder / "card" if name == "publish" else folder
+            place.mkdir(exist_ok=True)
+            process.stdin.write(f"{name} {place}\n")
+            process.stdin.flush()
+            ended = next((line for line in process.stdout if line.startswith("ended")), "")
+            said = (place / f"{name}.err").read_text()
+            assert ended == "ended 0\n", said[-3000:]
+            return json.loads((place / f"{name}.json").read_text()), said
+
+        yield run
 
 
 @pytest.fixture(scope="module")
-def published(hub, folder):
-    known, _ = run(hub, folder, "publish", "author")
+def run(hub, folder):
+    with client(hub, folder) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def published(hub, folder, run):
+    known, _ = run("publish")
+    shutil.rmtree(folder / "home")  # who loads is not the author: the cache is empty
     code = f"def schedule(sch):\n    open({str(folder / 'ran')!r}, 'w').close()\n    sch['transformer.h.0'].checkpoint()\n"
     hub.repositories["me/weights"], hub.repositories["me/python"] = Repository(), Repository()
     weights, python = hub.repositories["me/weights"], hub.repositories["me/python"]
@@ -55,8 +71,8 @@ def published(hub, folder):
 
 
 @pytest.fixture(scope="module")
-def loaded(hub, folder, published):
-    return run(hub, folder, "load", "reader")
+def loaded(run, published):
+    return run("load")
 
 
 def test_push_schedule_to_hub_commits_all_files_at_once_and_refuses_concurrent_changes(
@@ -114,7 +130,7 @@ def test_missing_or_mismatched_schedule_card_on_the_hub_is_refused_with_the_reas
 
 
 def test_schedule_card_is_refused_when_its_tag_moved_or_a_file_was_changed(
-    hub, folder, loaded, published
+    hub, run, loaded, published
 ):
     repository = hub.repositories[REPO]
     first = published["first"].partition("@")[2]
@@ -123,7 +139,7 @@ def test_schedule_card_is_refused_when_its_tag_moved_or_a_file_was_changed(
     files = dict(repository.commits[first])
     files["schedule.json"] = files["schedule.json"].replace(b'"axis": 0', b'"axis": 1', 1)
     tampered.branches["main"] = tampered.add(files)
-    found, _ = run(hub, folder, "moved", "reader")
+    found, _ = run("moved")
     assert "it was moved" in found["moved"]
     assert found["by sha"] == found["read"] == loaded[0]["hash"]
     assert "changed after the card was made" in found["tampered"]
@@ -132,7 +148,8 @@ def test_schedule_card_is_refused_when_its_tag_moved_or_a_file_was_changed(
 def test_offline_mode_loads_a_cached_schedule_card_and_refuses_an_uncached_one(
     hub, folder, loaded, published
 ):
-    found, _ = run(hub, folder, "offline", "reader", offline="1")
+    with client(hub, folder, offline="1") as run_offline:
+        found, _ = run_offline("offline")
     assert found["by sha"] == found["by tag"] == loaded[0]["hash"]
     assert "was not fetched before" in found["not there"]
     assert "that was downloaded before" in found["no sha"]

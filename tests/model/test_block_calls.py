@@ -56,9 +56,9 @@ def called_alone(folder, stage, path):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("path", "words"), ALONE)
 def test_direct_call_of_attention_or_embeddings_alone_under_zero_is_refused(
-    path, words, stage, folder, ranks
+    path, words, stage, folder, threads
 ):
-    for said in ranks.run(called_alone, 2, folder, stage, path):
+    for said in threads.run(called_alone, 2, folder, stage, path):
         assert words in said
         assert "hint" in said
 
