@@ -38,17 +38,19 @@ def refused(action, *args, **kwargs):
 
 def publish(folder):
     """Publish a card, a second version and a model's weights; provoke conflicts."""
-    zoo_card(tiny(), None, Mesh(), "gpt2").write(folder)
-    first = push(folder, REPO, tag="v1")
-    zoo_card(tiny(), None, Mesh(), "gpt2", checkpoint_ratio=0.5).write(folder)
-    late = refused(push, folder, REPO, parent="1" * 40)
-    twice = refused(push, folder, REPO, tag="v1")
-    second = push(folder, REPO, tag="v2")
+    card = folder / "card"
+    card.mkdir()
+    zoo_card(tiny(), None, Mesh(), "gpt2").write(card)
+    first = push(card, REPO, tag="v1")
+    zoo_card(tiny(), None, Mesh(), "gpt2", checkpoint_ratio=0.5).write(card)
+    late = refused(push, card, REPO, parent="1" * 40)
+    twice = refused(push, card, REPO, tag="v1")
+    second = push(card, REPO, tag="v2")
     model = AutoScheduledModel.from_config(tiny())
     live = model.push_schedule_to_hub("me/live", any_size=True)
     model.push_to_hub("me/model")
-    (folder / "plot.png").write_bytes(b"\x89PNG" + bytes(5000))
-    picture = push(folder, "me/picture")
+    (card / "plot.png").write_bytes(b"\x89PNG" + bytes(5000))
+    picture = push(card, "me/picture")
     return {"first": str(first), "second": str(second), "live": live, "late": late,
             "twice": twice, "picture": str(picture)}  # fmt: skip
 
