@@ -136,6 +136,26 @@ def threads(request, ranks):
     return ranks if request.node.get_closest_marker("slow") else ThreadRanks()
 
 
+@pytest.fixture(scope="module")
+def shared_dry_runs():
+    """Planners of a file's tests share the dry runs of equal models and layouts, which take a second each."""
+    from slapo_zoo.hf.configs import config_key
+    from slapo_zoo.tune.planner.profiling import Family
+
+    own, known = Family.profile, {}
+
+    def profile(self, *args, **options):
+        of_model = self.cls, config_key(self.config), config_key(self.small), self.is_small
+        key = of_model, self.target_len, self.padding, args, tuple(sorted(options.items()))
+        if key not in known:
+            known[key] = own(self, *args, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Family, "profile", profile)
+        yield
+
+
 @pytest.fixture
 def verify_here(monkeypatch):
     """Verifications run in this process: a new one imports torch and transformers for longer than it verifies.

@@ -18,6 +18,8 @@ from slapo_zoo.tune.planner.hardware import find_hardware
 from slapo_zoo.tune.planner.layout_report import COLUMNS
 from slapo_zoo.zoo.cards import hub
 
+pytestmark = pytest.mark.usefixtures("shared_dry_runs")
+
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):

@@ -12,6 +12,8 @@ from slapo_zoo.cli.commands.verify import verify
 from slapo_zoo.cli.main import main
 from slapo_zoo.zoo.options import LoaderOptions
 
+pytestmark = pytest.mark.usefixtures("shared_dry_runs")
+
 LAYOUT = (
     "tp", "pp", "dp", "cp", "sequence_parallel", "dp_shard", "zero_stage", "pipeline_order", "stages_per_rank",
     "checkpoint_ratio", "checkpoint_policy", "cp_attention",

@@ -19,6 +19,8 @@ from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import table_for
 
+pytestmark = pytest.mark.usefixtures("shared_dry_runs")
+
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),))
 CASES = [
     GPT2,

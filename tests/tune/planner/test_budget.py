@@ -14,6 +14,8 @@ from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.tune.planner.mixtures import CHOICES, choose
 
+pytestmark = pytest.mark.usefixtures("shared_dry_runs")
+
 SIZES = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
 CONFIG = GPT2Config(**SIZES, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss")
 CONFIG.architectures = ["GPT2LMHeadModel"]

@@ -31,6 +31,8 @@ from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.survey import rank_sizes
 from slapo_zoo.zoo.table import families
 
+pytestmark = pytest.mark.usefixtures("shared_dry_runs")
+
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 6),))
 LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_hidden_layers", 5),))
 T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 4), ("num_decoder_layers", 5)))
