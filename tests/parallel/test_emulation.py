@@ -56,6 +56,20 @@ def test_training_on_emulated_ranks_has_the_losses_and_weights_of_one_process(tp
         torch.testing.assert_close(results[0][1][name], want, rtol=1e-4, atol=1e-5)
 
 
+def under_autocast():
+    """Return bf16 products by a weight, before and after it changes."""
+    weight, found = torch.nn.Parameter(torch.ones(2, 2)), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(float((torch.ones(2, 2) @ weight).sum().detach()))
+        weight.data *= 3
+    return found
+
+
+def test_emulated_ranks_under_autocast_read_weights_that_changed_since_the_last_context():
+    assert emulate(under_autocast, mesh=(2, 1, 1)) == [[8.0, 24.0]] * 2
+
+
 def fail():
     if dist.get_rank() == 1:
         raise ValueError("rank 1 fails")

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -104,7 +104,7 @@ class HostedRanks:
         def call(rank: int, *given: Any) -> Any:
             own_of_rank = cpu_generator()
             own_of_rank.mark = mark
-            with torch.autocast(*casts):
+            with torch.autocast(*casts) if casts[2] else nullcontext():  # else casts outlive a step
                 found = function(rank, *given)
             marks[rank] = own_of_rank.mark
             return found
