@@ -126,6 +126,31 @@ def test_user_loss_function_that_is_not_a_mean_over_targets_is_refused_with_micr
         assert float(model.train_step(batch)) == pytest.approx(in_one_piece(function)[0], rel=1e-5)
 
 
+def ignoring(_model, args, batch):
+    return args, {**batch, "labels": batch["labels"].masked_fill(batch["labels"] > 40, -100)}
+
+
+def penalised(_model, _args, output):
+    output.loss = output.loss + output.logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [(ignoring, "targets of a micro-batch"), (penalised, "a term that is no mean over targets")],
+)
+def test_hook_on_the_model_that_changes_labels_or_loss_is_refused_with_micro_batches(hook, words):
+    """Regression: train_step ignored hooks on the model itself."""
+    model = AutoScheduledModel.from_config(CONFIG, seed=0).train()
+    if hook is ignoring:
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+    else:
+        model.register_forward_hook(hook)
+    batch = {"input_ids": IDS, "labels": LABELS}
+    assert float(model.train_step(batch)) == pytest.approx(float(model(**batch).loss.detach()))
+    with pytest.raises(MeshError, match=words):
+        model.train_step(batch, micro_batches=2)
+
+
 def test_class_weighted_loss_is_refused_when_train_step_gets_the_number_of_targets():
     model = AutoScheduledModel.from_config(CONFIG, seed=0).train()
     model.loss_function = own(EXACT["weights"])

@@ -46,8 +46,9 @@ class DataParallel:
     calls: Calls
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the model's own forward with the keyword arguments `batch`, and return its output."""
-        return model._slapo.own_forward(model, **batch)
+        """Run the model's own forward, with the user's hooks on the model, on arguments `batch`; return its output."""
+        with within_engine(model):
+            return model._call_impl(**batch)
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:

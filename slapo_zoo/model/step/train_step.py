@@ -126,8 +126,9 @@ class Step:
         )
         draws = state.random.at(self.number, first, len(rows))
         head = runtime.head_name(model)
-        # of a derived family only: on a GPU the comparison makes the host wait
-        counts = () if runtime.table.model_type in families() else count_targets(head, part)
+        # of a derived family or changed inputs only: on a GPU the comparison makes the host wait
+        changes = runtime.table.model_type not in families() or model._forward_pre_hooks
+        counts = count_targets(head, part) if changes else ()
         over = (model, targets_of(head, part), counts)
         means = nullcontext() if self.means is None else self.means.over(*over)
         divided, cut = state.forward.tokens_divided, state.forward.cut
@@ -143,8 +144,7 @@ class Step:
         if self.kept is not None:
             self.kept.add(first, output)
         loss = (self.own or _loss)(output, part) * runtime.precision.scale
-        is_derived = runtime.table.model_type not in families()
-        if is_derived and self.means is not None and self.count * model.mesh.size("loss") > 1:
+        if self.own is None and self.means is not None and self.count * model.mesh.size("loss") > 1:
             self.means.require_sum(output.loss)
         self.beside.add_from_loss(loss, output)
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.model.dp.data_parallel import sum_partial_gradients_in_backward, use_engine
+from slapo_zoo.model.dp.data_parallel import (
+    DataParallel,
+    sum_partial_gradients_in_backward,
+    use_engine,
+)
 from slapo_zoo.model.integrations.dialects.engine import TargetEngine, made_optimizer
 from slapo_zoo.model.integrations.dialects.zero_state import Zero
 from slapo_zoo.parallel.rank_plan import TIED
@@ -180,9 +184,7 @@ class _ZeroPipeline(Zero):
         super().__init__(native, groups)
         self.step = step
 
-    def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the stage's forward; return the last stage's output. Others end by StageDone, caught by StageLayer."""
-        return model._slapo.own_forward(model, **batch)
+    run = DataParallel.run  # stages but the last end by StageDone, caught by StageLayer
 
     def pipeline_step(
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
