@@ -21,6 +21,7 @@ _NO_WRAPPER = (
     "load again and leave it out: each backward averages gradients over dp, and dp_shard= shards weights over dp. Or call "
     "init_target_engine(model, 'torch', data_parallel='ddp' or 'fsdp2'); with Accelerate slapo_zoo.prepare"
 )
+WHOLE = "_slapo_whole"  # attribute of a submodule that may be called alone: function that returns its model
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -36,11 +37,15 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def require_known_weights(model: Any, step: str) -> None:
-    """Raise SlapoError if a sharded or tied parameter was replaced by another one since the load.
-
-    `step` is the name of the running call ("forward"), for the error.
+    """Raise SlapoError if since the load a submodule was replaced by that of a deep copy of the model, or a sharded or
+    tied parameter by another one. `step` is the name of the running call ("forward"), for the error.
     """
     runtime, mesh = model._slapo, model.mesh
+    for path, module in model.named_modules() if mesh.world_size > 1 else ():
+        if vars(module).get(WHOLE, lambda: model)() is not model:
+            problem = "the module is that of a deep copy of the model, and computes as that does"
+            hint = "copy the weights instead: module.load_state_dict(copy.state_dict())"
+            raise SlapoError(step, path, problem, hint)
     by_name = {spec.name: spec for spec in runtime.specs}
     found, groups = dict(model.named_parameters()), runtime.plan.ties()
     rows = any(is_divided(p) for p in found.values())

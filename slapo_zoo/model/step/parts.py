@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from slapo_zoo.hf.example_inputs import accepts
-from slapo_zoo.language.copying import plain_copy
+from slapo_zoo.language.copying import independent_copy, plain_copy
 from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model.gradients.module_changes import WHOLE
 from slapo_zoo.model.step.forward import require_together
 from slapo_zoo.model.step.mixed_precision import computing_forward
 from slapo_zoo.model.step.runtime import count_rows
 
 FEATURES = re.compile(r"get_\w+_features")  # methods of CLIP and its kin that compute
-WHOLE = "_slapo_whole"  # attribute of a Part: function that returns its model
 
 
 class Part:
@@ -36,14 +36,6 @@ class Part:
         if self.training and model.schedule.state.checkpointed and accepts(type(self), "use_cache"):  # pyright: ignore[reportAttributeAccessIssue]
             kwargs["use_cache"] = False  # a recomputation would append to the cache again
         return called(model, own.__call__, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return this submodule of a copy of the whole model, because its forwards and hooks use the model's state."""
-        model = self.__dict__[WHOLE]()
-        if id(model) in memo:
-            return plain_copy(self, memo)  # pyright: ignore[reportArgumentType]
-        path = next(path for path, module in model.named_modules() if module is self)
-        return copy.deepcopy(model, memo).get_submodule(path)
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -82,6 +74,29 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
     for module in model.modules():
         if isinstance(module, Part):
             module.__dict__[WHOLE] = lambda: model  # so that deepcopy does not copy the model
+        if module is not model:
+            module.__dict__["__deepcopy__"] = functools.partial(_copied, model, module)
+
+
+def _copied(model: Any, module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a submodule of `model`; `memo` is that of `copy.deepcopy`. A Part, which may be called alone,
+    is that of a copy of the whole model. Another module, e.g. a layer, stays one of `model`: its forwards and hooks
+    compute with the copy's weights, and share the model's state (random stream, mesh).
+    """
+    if id(model) in memo:
+        return plain_copy(module, memo)
+    if isinstance(module, Part):
+        path = next(path for path, part in model.named_modules() if part is module)
+        return copy.deepcopy(model, memo).get_submodule(path)
+    runtime, state, inside = model._slapo, model.schedule.state, {id(m) for m in module.modules()}
+    shared = [runtime, state, state.random, state.mesh, *runtime.groups.values()]
+    shared += [m for m in model.modules() if id(m) not in inside]
+    memo |= (added := {id(x): x for x in shared if id(x) not in memo})
+    try:
+        return independent_copy(module, memo)
+    finally:
+        for key in added:
+            del memo[key]
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
