@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Directive, Placed, Site, primitive
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import local_part, require_indices
@@ -275,28 +276,26 @@ class VocabParallelLookup:
     def __init__(self, site: Site, module: nn.Embedding, size: int, start: int, stop: int):
         self.module, self.start, self.stop = module, start, stop
         self.size, self.what = size, f"{site.path}: ids"
-        index = module.padding_idx
-        inside = index is not None and start <= index < stop
-        self.padding_idx = index - start if inside and index is not None else None
         own: Any = type(module).forward
         self.own = None if own is nn.Embedding.forward else own  # Gemma's also scales
-        if self.own is not None:
-            module.padding_idx = self.padding_idx
 
     def __call__(self, input: Tensor) -> Tensor:
+        module = self.module
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            problem = "max_norm= or scale_grad_by_freq= was set after the load, and a rank has only some rows"
+            hint = "set it on the plain model before the load, or use tp=1"
+            raise ScheduleError("forward", self.what, problem, hint)
         require_indices((input >= 0) & (input < self.size), self.what, self.size)
         outside = (input < self.start) | (input >= self.stop)
         ids = (input - self.start).masked_fill(outside, 0)
-        if self.own is not None:
-            y = self.own(self.module, ids)
-        else:
-            y = nn.functional.embedding(ids, self.module.weight, None)
+        index, module.padding_idx = module.padding_idx, None  # which is no row of this rank's
+        try:
+            y = self.own(module, ids) if self.own else nn.functional.embedding(ids, module.weight)
+        finally:
+            module.padding_idx = index
         # The padding row keeps its value but must not receive a gradient, as in nn.Embedding.
         y = y.masked_fill(outside[..., None], 0.0)
-        if self.padding_idx is None:
-            return y
-        is_padding = (ids == self.padding_idx) & ~outside
-        return torch.where(is_padding[..., None], y.detach(), y)
+        return y if index is None else torch.where((input == index)[..., None], y.detach(), y)
 
 
 def _divide_embedding(site: Site, param_name: str, directive: Shard, runs: list[Run]) -> None:
