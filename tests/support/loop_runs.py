@@ -14,6 +14,7 @@ import loops_beside  # noqa: F401 - registers more
 import loops_of_adapters  # noqa: F401
 import loops_of_changes  # noqa: F401
 import loops_of_dropout  # noqa: F401
+import loops_of_modules  # noqa: F401
 import loops_of_parts  # noqa: F401
 import loops_of_weights  # noqa: F401
 from loops import FAMILIES, LOOPS, Trainee

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from slapo_zoo.kernels.loss.lm_loss import lm_loss
 from slapo_zoo.kernels.loss.logits_on_demand import LogitsOnDemand
@@ -89,16 +90,20 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """Return this rank's logits [..., V/n] as a Tensor subclass: VocabLogits, or LogitsOnDemand if they are not computed yet.
 
-    A loss of the result is computed with each rank's columns; any other function first gathers all columns.
+    A loss of the result is computed with each rank's columns; any other function first gathers all columns. If the head
+    has backward hooks, which autograd calls with gradients of plain tensors, the columns are gathered at once.
     """
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape
+    module = site.module
+    hooked = module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook()
     if isinstance(x, LogitsOnDemand):
-        return x.divided(size, group)
+        return x.divided(size, group).tensor() if hooked else x.divided(size, group)  # pyright: ignore[reportAttributeAccessIssue]
     if tape is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
         loss = lm_loss(rows, None, target, reduction="none", vocab_size=size, group=group)
         tape.losses.append(loss)
-    return VocabLogits.wrap(x, size, group)
+    logits = VocabLogits.wrap(x, size, group)
+    return logits.gathered() if hooked and isinstance(logits, VocabLogits) else logits
