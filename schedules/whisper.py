@@ -1,58 +1,26 @@
-"""Sharding rules for Whisper: an encoder of audio features after two convolutions, and a text decoder.
+"""Sharding rules for Whisper: those of BART, for an encoder of audio features after two convolutions; pre-norm layers.
 
-In shapes: D hidden, F ffn, M mel bins, V vocabulary, P positions; n is the number of tp ranks. Layers are
-BART's, but pre-norm.
+In shapes: D hidden, M mel bins, V vocabulary; n is the number of tp ranks.
 """
 
-from slapo_zoo.zoo.rules import (
-    attention, column, dropout, dropout_after, enter, enter_once, row, vocab, vocab_head, whole,
-)  # fmt: skip
-from slapo_zoo.zoo.table import Table, register
+from slapo_zoo.zoo.rules import vocab, vocab_head, whole
+from slapo_zoo.zoo.table import extend, register
 
 WHISPER = register(
-    Table(
+    extend(
+        "bart",
         model_type="whisper",
         source="transformers 5.23.0, models/whisper/modeling_whisper.py",
-        dims={
-            "enc_heads": "encoder_attention_heads", "dec_heads": "decoder_attention_heads",
-            "enc_ffn": "encoder_ffn_dim", "dec_ffn": "decoder_ffn_dim",
-            "enc_head_dim": "d_model // encoder_attention_heads", "dec_head_dim": "d_model // decoder_attention_heads",
-        },
+        without=("**shared", "**.embed_tokens", "**.layernorm_embedding"),
         body=(
-            # module                              rule                          per rank
-            ("**encoder.conv1",                   whole),                     # [D, M, 3]
-            ("**encoder.conv2",                   whole),                     # [D, D, 3]
-            ("**decoder.embed_tokens",            vocab),                     # [ceil(V/n), D], y summed over tp
-            ("**.embed_positions",                whole),                     # [P, D]
-            ("**encoder",                         dropout),                   # its F.dropout of the embeddings
-            ("**decoder",                         dropout),
-            ("**encoder.layers.*",                dropout_after("fc1", "enc_ffn")),  # F.dropout of [B, S, F/n] after fc1
-            ("**decoder.layers.*",                dropout_after("fc1", "dec_ffn")),
-            ("**encoder.layers.*.self_attn",      enter),                     # dx summed over tp
-            ("**encoder.layers.*.self_attn",      attention("enc_heads", ("num_heads", ""))),
-            ("**encoder.layers.*.*_attn.q_proj",  column(0, "enc_head_dim")),  # [D/n, D]
-            ("**encoder.layers.*.*_attn.k_proj",  column(0, "enc_head_dim")),  # [D/n, D], no bias
-            ("**encoder.layers.*.*_attn.v_proj",  column(0, "enc_head_dim")),  # [D/n, D]
-            ("**encoder.layers.*.*_attn.out_proj", row(1, "enc_head_dim")),   # [D, D/n], y summed over tp
-            ("**decoder.layers.*.*_attn",         enter),                     # dx summed over tp
-            ("**decoder.layers.*.*_attn",         attention("dec_heads", ("num_heads", ""))),
-            ("**.encoder_attn.k_proj",            enter_once),                # d(encoder states) summed over tp
-            ("**.encoder_attn.v_proj",            enter_once),
-            ("**decoder.layers.*.*_attn.q_proj",  column(0, "dec_head_dim")),  # [D/n, D]
-            ("**decoder.layers.*.*_attn.k_proj",  column(0, "dec_head_dim")),  # [D/n, D], no bias
-            ("**decoder.layers.*.*_attn.v_proj",  column(0, "dec_head_dim")),  # [D/n, D]
-            ("**decoder.layers.*.*_attn.out_proj", row(1, "dec_head_dim")),   # [D, D/n], y summed over tp
-            ("**.*_attn_layer_norm",              whole),                     # [D]
-            ("**.fc1",                            enter),                     # dx summed over tp
-            ("**.fc1",                            column(0)),                 # [F/n, D]
-            ("**.fc2",                            row(1)),                    # [D, F/n], y summed over tp
-            ("**.final_layer_norm",               whole),                     # [D]
-            ("**.layer_norm",                     whole),                     # [D]
+            # module                    rule       per rank
+            ("**encoder.conv1",         whole),  # [D, M, 3]
+            ("**encoder.conv2",         whole),  # [D, D, 3]
+            ("**decoder.embed_tokens",  vocab),  # [ceil(V/n), D], y summed over tp
+            ("**.layer_norm",           whole),  # [D]
         ),
-        heads=(
-            ("proj_out",                          vocab_head),                # [ceil(V/n), D], tied to embed_tokens
-        ),
-        blocks=("**encoder.layers.*", "**decoder.layers.*"),
+        heads=(("proj_out", vocab_head),),       # [ceil(V/n), D], tied to embed_tokens
+        order=(),
         num_tokens=lambda config: config.max_source_positions,
         # SpecAugment draws by numpy, other masks on each rank; the weighted sum is one of all layers' tokens.
         needs=(("apply_spec_augment", False), *(("use_weighted_layer_sum", False, where) for where in ("sp", "pp"))),
