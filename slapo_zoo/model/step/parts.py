@@ -78,7 +78,7 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
             module.__dict__["__deepcopy__"] = functools.partial(_copied, model, module)
 
 
-def _copied(model: Any, module: nn.Module, memo: dict[int, Any]) -> Any:
+def _copied(model: Any, module: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of a submodule of `model`; `memo` is that of `copy.deepcopy`. A Part, which may be called alone,
     is that of a copy of the whole model. Another module, e.g. a layer, stays one of `model`: its forwards and hooks
     compute with the copy's weights, and share the model's state (random stream, mesh).
