@@ -52,6 +52,13 @@ def test_sampler_batch_size_that_dp_does_not_divide_is_refused():
         MeshSampler(range(3), Mesh(), batch_size=4)
 
 
+@pytest.mark.parametrize("state", [None, {"step": 3}, {"rows": 8, "seed": 0}])
+def test_sampler_state_that_a_sampler_did_not_return_is_refused(state):
+    sampler = MeshSampler(range(9), Mesh(), batch_size=3)
+    with pytest.raises(SlapoError, match="expected step and seed"):
+        sampler.load_state_dict(state)
+
+
 def broadcast(layout):
     tp, pp, dp = layout
     mesh = Mesh(tp, pp, dp, torch.distributed.get_rank())

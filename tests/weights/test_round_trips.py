@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shards import assert_same, cut
@@ -117,7 +117,7 @@ def as_bytes(tensors):
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models(), LAYOUTS, LAYOUTS, LAYOUTS)
 def test_checkpoint_saved_on_any_layout_loads_on_any_other_with_equal_weights(case, a, b, c):
     specs, full = case

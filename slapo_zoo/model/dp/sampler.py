@@ -33,8 +33,7 @@ class MeshSampler:
         self, dataset: Sized, mesh: Mesh, batch_size: int, shuffle: bool = True, seed: int = 0
     ):
         if batch_size < 1 or batch_size % mesh.size("batch"):
-            dims = f"{mesh.named('batch')}={mesh.size('batch')}"
-            problem = f"found {batch_size}, expected a multiple of {dims}"
+            problem = f"found {batch_size}, expected a multiple of {mesh.named('batch')}={mesh.size('batch')}"
             hint = "pass the number of rows that all dp ranks together read in a step"
             raise SlapoError("MeshSampler", "batch_size", problem, hint)
         self.size, self.mesh, self.batch_size = len(dataset), mesh, batch_size
@@ -50,18 +49,14 @@ class MeshSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's list of sample indices for each remaining step of the epoch; `self.step` counts steps."""
         epoch, turn = divmod(self.step, len(self))
-        order = self._order(epoch)
+        generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
+        shuffled = torch.randperm(self.size, generator=generator).tolist() if self.shuffle else None
+        order = shuffled or list(range(self.size))
         rows = self.batch_size // self.mesh.size("batch")
         for number in range(turn, len(self)):
             first = number * self.batch_size + self.mesh.coord("batch") * rows
             self.step += 1
             yield order[first : first + rows]
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.size))
-        generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
-        return torch.randperm(self.size, generator=generator).tolist()
 
     def state_dict(self, step: int | None = None) -> dict[str, int]:
         """Return the position of the sampler: pass it as `data_position` to `save_checkpoint`.
@@ -74,6 +69,11 @@ class MeshSampler:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at the position that `state_dict` returned as `state`; the number of dp ranks may have changed."""
+        if not isinstance(state, Mapping) or {"step", "seed"} - state.keys():
+            problem = f"found {state!r:.60}, expected step and seed"
+            raise SlapoError(
+                "MeshSampler", "load_state_dict", problem, "pass a result of state_dict"
+            )
         self.step, self.seed = state["step"], state["seed"]
 
 
