@@ -72,7 +72,8 @@ def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool
 
     def forward(x: Tensor) -> Tensor:
         y = collective(product(module, x))
-        return y + module.bias.view(shape).to(y.dtype)  # under autocast y has fewer bits
+        bias = module.bias  # under autocast y has fewer bits
+        return y if bias is None else y + bias.view(shape).to(y.dtype)
 
     module.forward = forward
     return True

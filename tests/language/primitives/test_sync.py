@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_zoo import Mesh, Schedule, ScheduleError, build
+from slapo_zoo.language.primitives.bias_after_sum import sum_before_bias
 from slapo_zoo.language.primitives.sync_reshard import AXIS
 from slapo_zoo.language.schedule import from_json
 
@@ -173,6 +174,13 @@ def test_all_reduce_of_a_replicated_output_is_refused(module, op):
         sch["0"].sync("both")
     assert sch["0"].sync("bwd_post", "all_reduce"), "a gradient may be a part"
     assert Schedule(nn.Sequential(module), Mesh())["0"].sync("fwd_post", op)
+
+
+def test_row_parallel_layer_without_the_bias_that_it_had_returns_the_summed_product():
+    layer, x = nn.Linear(8, 4), torch.randn(2, 8)
+    assert sum_before_bias(layer, lambda y: 2 * y)
+    layer.bias = None
+    assert torch.equal(layer(x), 2 * nn.functional.linear(x, layer.weight))
 
 
 def test_sync_that_shards_the_output_of_a_module_with_unsharded_bias_is_refused():
