@@ -75,6 +75,10 @@ def within(model):
     model.transformer.h[0] = Around(model.transformer.h[0])
 
 
+def without_sum(model):
+    model.transformer.h[0].attn.c_proj = nn.Identity()
+
+
 def another_head(model):
     model.lm_head = nn.Linear(32, 64, bias=False)
 
@@ -198,7 +202,7 @@ def test_models_with_compiled_blocks_save_the_parameter_names_of_plain_transform
 
 
 REFUSED = {
-    within: ("tp2", "sp"), another_head: LAYOUTS, untied: ("tp2", "dp2", "rows"), another_table: LAYOUTS,
+    within: ("tp2", "sp", "rows"), without_sum: ("tp2", "sp"), another_head: LAYOUTS, untied: ("tp2", "dp2", "rows"), another_table: LAYOUTS,
     weight_norm: ("tp2", "rows"), spectral_norm: ("tp2", "sp", "rows"), pruned: ("tp2", "rows"),
     drawn: LAYOUTS, cut: ("sp", "pp2"), swapped: ("sp", "pp2"), shared: ("sp", "pp2"), swapped_within: ("rows",),
 }  # fmt: skip
@@ -233,6 +237,7 @@ def test_unsupported_user_change_of_the_model_is_refused_before_training(
     with pytest.raises(SlapoError) as raised:
         emulate(train, folder, tmp_path, change, layout, False, mesh=LAYOUTS[layout][0])
     assert "hint:" in str(raised.value)
+    assert "replicas" not in str(raised.value), "the first forward names the change"
     assert not list(tmp_path.iterdir())
 
 

@@ -37,7 +37,7 @@ class Calls:
         divided_parameters: True if an engine (FSDP2) trains parameters of its own, so that our gradient hooks on the
             model's parameters never run.
         named: (name, parameter) pairs of the trained leaf parameters; tensors of `functional_call` are left out.
-        known: the same of all leaf parameters, trained or frozen, as of the last `prepare`, to notice new ones.
+        known: the same of all leaf parameters, trained or frozen, a tied one by each name, as of the last `prepare`.
         outside: settings (padding, sharded tokens) that the running backward has replaced by those of its forward, to
             restore afterwards; None if no backward runs.
         count: number of training calls in the user's own loop (without `train_step`).
@@ -51,7 +51,7 @@ class Calls:
         self.divided_parameters, self.count = False, 0
         self.named: list[tuple[str, nn.Parameter]] = []
         self.known: list[tuple[str, nn.Parameter]] = []
-        self.trained: list[int] = []
+        self.checked: list[tuple[str, int]] = []
         self.task = -1
         self.outside: tuple[ForwardContext, Any] | None = None
 
@@ -69,9 +69,10 @@ class Calls:
             self.abandon()
         self.task = -1
         every = list(model.named_parameters())
-        if [(name, id(p)) for name, p in every] != [(name, id(p)) for name, p in self.known]:
+        names = list(model.named_parameters(remove_duplicate=False))
+        if (here := [(name, id(p)) for name, p in names]) != [(n, id(p)) for n, p in self.known]:
             of_models.note(self.runtime, every)
-            self.known = [(name, p) for name, p in every if p.is_leaf]
+            self.known = [(name, p) for name, p in names if p.is_leaf]
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
             problem = f"with FSDP2, which shards parameters itself, only train_step sums {min(partial)}.grad over tp"
@@ -83,10 +84,10 @@ class Calls:
         if self.mesh.world_size > 1:
             refuse_ddp(model)
             self.guard.interval, self.guard.device = model.input_check_interval, model.device
-            if [id(p) for _, p in trained] != self.trained:
+            if here != self.checked:
                 refuse_fsdp(model)
                 require_known_weights(model, "forward")
-                self.trained = [id(p) for _, p in trained]
+                self.checked = here
             summed = every if self.reducer.over_dp else [(n, p) for n, p in every if n in partial]
             for name, p in summed:
                 self.reducer.hook(name, p)

@@ -52,7 +52,9 @@ def require_known_weights(model: Any, step: str) -> None:
     sharded = mesh.tp > 1
     parts = {n: spec for n, spec in by_name.items() if rows or (sharded and spec.placement)}
     parts |= {name: parts[n] for names in groups for n in names if n in parts for name in names}
-    modules = modules_of(model) if parts else {}
+    modules, head = modules_of(model) if parts else {}, model.get_output_embeddings()
+    if head is not None and next(head.parameters(), None) is None:  # an Identity, for hidden states
+        modules = {path: module for path, module in modules.items() if module is not head}
     for name, spec in parts.items():
         parent, _, leaf = name.rpartition(".")
         wanted = spec.local_shape(mesh.tp, mesh.coord("tp"))
@@ -101,12 +103,11 @@ def _problem(
     """
     if module is None:  # removed, or wrapped in another module
         within = [other for other in found if _is_within(name, other)]
-        held = found[within[0]] if within else None
-        is_row = held is None or is_divided(held)
-        return "" if is_row else f"the parameter is called {within[0]} now"
+        return f"the parameter is called {within[0]} now" if within else ""
     held = module._parameters.get(leaf)
     if held is None:
         made = [n for n in (f"{leaf}_orig", "parametrizations") if hasattr(module, n)]
+        made += [] if hasattr(module, leaf) else [type(module).__name__]
         return f"the parameter was replaced by {made[0]}" if made else ""
     kept_elsewhere = is_divided(held) or held.is_meta or not held.numel()  # in an engine
     if kept_elsewhere or tuple(held.shape) == wanted:
