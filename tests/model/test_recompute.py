@@ -79,3 +79,22 @@ def test_gradient_checkpointing_enable_with_unsupported_arguments_or_models_rais
     with pytest.raises(SlapoError, match=r"context_fn"):
         gpt2.gradient_checkpointing_enable({"context_fn": print})
     assert not gpt2.is_activation_checkpointing
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_layer_frozen_or_trained_between_forward_and_backward_is_recomputed_as_it_was(
+    tmp_path, frozen
+):
+    from slapo_zoo import AutoScheduledModel
+
+    case, found = Case("GPT2LMHeadModel", ("tokens",)), []
+    for ratio in (0.0, 1.0):
+        folder = checkpoint(case, tmp_path)
+        model = AutoScheduledModel.from_pretrained(folder, checkpoint_ratio=ratio).train()
+        layer = model.transformer.h[0].requires_grad_(frozen)
+        loss = model(**batch_of(case)).loss
+        layer.requires_grad_(not frozen)
+        loss.backward()
+        assert all(p.requires_grad is not frozen for p in layer.parameters())
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(found[1], found[0])

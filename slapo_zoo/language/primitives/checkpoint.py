@@ -160,15 +160,23 @@ class _Anew(ExitStack):
 
 
 @contextmanager
-def _same_statistics(module: nn.Module) -> Iterator[None]:
-    """Context of a recomputation of `module`: batch norms update copies of their statistics, which are then dropped."""
+def _as_in_forward(module: nn.Module, trained: list[bool]) -> Iterator[None]:
+    """Context of a recomputation of `module`: its parameters require gradients where `trained` says so, as in the
+    forward, and batch norms update copies of their statistics, which are then dropped.
+    """
+    both = zip(module.parameters(), trained, strict=False)
+    changed = [p for p, flag in both if p.requires_grad is not flag]
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     before = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, before, strict=True):
         norm._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
     try:
+        for p in changed:  # the user froze it after the forward, or trains it since
+            p.requires_grad = not p.requires_grad
         yield
     finally:
+        for p in changed:
+            p.requires_grad = not p.requires_grad
         for norm, buffers in zip(norms, before, strict=True):
             norm._buffers.update(buffers)
 
@@ -184,9 +192,9 @@ def restoring(
         kept: operators whose results are saved and not recomputed; None saves no result.
         module: the module that is recomputed.
     """
-    again = as_now(state.random, state)
+    again, trained = as_now(state.random, state), [p.requires_grad for p in module.parameters()]
     if kept is None:
-        return nullcontext(), _Anew(lambda: again(_same_statistics(module)))
+        return nullcontext(), _Anew(lambda: again(_as_in_forward(module, trained)))
 
     def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         keep = operation in kept or str(operation) in kept
@@ -194,7 +202,7 @@ def restoring(
 
     first, second = create_selective_checkpoint_contexts(choose)
     # the last to be entered is innermost: a gather of weights is no saved operation
-    return first, _Anew(lambda: again(_same_statistics(module), second))
+    return first, _Anew(lambda: again(_as_in_forward(module, trained), second))
 
 
 def as_now(
