@@ -322,6 +322,26 @@ def test_local_ranks_that_may_use_a_gpu_are_spawned_not_forked(monkeypatch, devi
         run_local(rank_sum, 2, threads=1, device=device)
 
 
+def test_local_ranks_are_spawned_if_autograd_has_threads_in_this_process(monkeypatch):
+    """A CUDA build of torch starts them for the ranks of `emulate`; a forked rank could run no backward."""
+    named, done = threading.Event(), threading.Event()
+
+    def work():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        named.set()
+        done.wait()
+
+    def context(name):
+        done.set()
+        raise InterruptedError(name)
+
+    threading.Thread(target=work).start()
+    named.wait()
+    monkeypatch.setattr(multiprocessing, "get_context", context)
+    with pytest.raises(InterruptedError, match="spawn"):
+        run_local(rank_sum, 2, threads=1, device="cpu")
+
+
 def test_stop_signal_that_comes_before_the_local_ranks_listen_reaches_them():
     """A run whose model was still loading went on to its last step."""
     with listening():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -115,7 +116,7 @@ def _start_all(
     # OpenMP's threads do not survive a fork: a child that uses more than one would hang
     # and a fork of a process that has asked CUDA for its devices cannot use them
     cuda = torch.cuda.is_initialized() or (job[0] != "cpu" and torch.cuda.is_available())
-    start = start or ("spawn" if threads > 1 or cuda else "fork")
+    start = start or ("spawn" if threads > 1 or cuda or _autograd_has_threads() else "fork")
     context = multiprocessing.get_context(start)
     for rank in range(nprocs):
         ranks.append(start_rank(context, rank, _rank_main, (rank, nprocs, threads, *job)))
@@ -125,6 +126,16 @@ def _start_all(
         with suppress(OSError):  # the rank has ended already: `collect` reports it
             local.pipe.send(store.port)
     return store
+
+
+def _autograd_has_threads() -> bool:
+    """Return whether autograd of this process has threads of its own, as after `emulate` with a CUDA build of torch: a
+    forked process could run no backward.
+    """
+    with suppress(OSError):  # a thread that ended, or a system without /proc
+        names = [path.read_bytes() for path in Path("/proc/self/task").glob("*/comm")]
+        return any(name.startswith(b"pt_autograd") for name in names)
+    return False
 
 
 def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
