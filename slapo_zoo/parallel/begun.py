@@ -52,8 +52,13 @@ class Begun:
 
 @lru_cache(4096)
 def _is_of_user(file: str) -> bool:
-    """Return whether `file` belongs to neither this package, the standard library nor an installed package."""
-    return not (file.startswith(_NOT_OF_USER) or "site-packages" in file)
+    """Return whether `file` belongs to neither this package, the standard library nor an installed package, which lies
+    beside its `.dist-info` in a folder of sys.path.
+    """
+    folders = [path for path in sys.path if path and file.startswith(f"{path}/")]
+    return not (
+        file.startswith(_NOT_OF_USER) or any(any(Path(f).glob("*.dist-info")) for f in folders)
+    )
 
 
 # Keyed weakly by process group; ranks may be threads, each with groups of its own.

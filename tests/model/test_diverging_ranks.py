@@ -320,6 +320,15 @@ def test_error_of_a_timed_out_collective_names_the_source_line_of_every_rank(wha
         assert f"of rank {rank} at test_diverging_ranks.py:{line}" in told, told
 
 
+def test_installed_package_outside_of_site_packages_is_not_the_user_program(tmp_path, monkeypatch):
+    (tmp_path / "overlay" / "peft-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "overlay")
+    assert not begun._is_of_user(str(tmp_path / "overlay" / "peft" / "model.py"))
+    assert not begun._is_of_user(torch.__file__)
+    assert begun._is_of_user(str(tmp_path / "train.py"))
+
+
 def test_last_begun_collective_is_recorded_with_the_line_of_the_user_program():
     def run():
         made(tp=2).train_step({"input_ids": IDS, "labels": IDS})
