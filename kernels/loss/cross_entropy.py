@@ -39,7 +39,8 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
     if in_triton(logits):
         from slapo_zoo.kernels.loss import cross_entropy_triton
 
-        return cross_entropy_triton.statistics(_by_row(logits), target)
+        by_row = logits if logits.stride(1) == 1 else logits.contiguous()
+        return cross_entropy_triton.statistics(by_row, target)
     out = logits.new_zeros((3, len(logits)), dtype=wide_dtype(logits))
     if not logits.shape[1]:
         out[0] = -torch.inf
@@ -66,11 +67,6 @@ def padded_columns(like: Tensor, rows: int, columns: int) -> Tensor:
     if like.device.type == "cpu" and not in_triton(like):
         return like.new_empty((rows, columns))
     return like.new_empty((rows, -(-columns // 64) * 64))[:, :columns]
-
-
-def _by_row(logits: Tensor) -> Tensor:
-    """Return the logits, copied unless each row is contiguous; there may be gaps between rows."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def join(parts: Tensor) -> Tensor:

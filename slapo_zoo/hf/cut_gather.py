@@ -54,7 +54,8 @@ def _in_runs(
     """
     found, weights = [], None
     for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
-        make = partial(_hiding, q.dtype, first, rows.shape[2], k.shape[2], q.device)
+        hides = lambda dtype, *given: additive(_seen(*given), dtype)  # noqa: E731
+        make = partial(hides, q.dtype, first, rows.shape[2], k.shape[2], q.device)
         with made_again([(mask := make(), make)]):
             out, weights = run(rows, k, v, mask, options)
         found.append(out)
@@ -103,13 +104,6 @@ def _seen(first: int, queries: int, total: int, device: torch.device) -> Tensor:
     """Return the causal bool mask [queries, total] for queries whose positions among the `total` keys begin at `first`."""
     rows = torch.arange(first, first + queries, device=device)
     return rows[:, None] >= torch.arange(total, device=device)
-
-
-def _hiding(dtype: torch.dtype, *given: Any) -> Tensor:
-    """Return the causal mask [queries, keys] that sdpa adds to scores: 0, or -inf for later keys. `given` is (position
-    of the first query in the row of keys, number of queries, number of keys, device).
-    """
-    return additive(_seen(*given), dtype)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,9 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
     after, before, placed = synced["fwd_post"], synced["bwd_post"], sch.state.placed
     for path, m in sch.state.modules.items():
         kind, around = output_of(Site(path, m, sch.state)), {*_around(path)}
-        is_row, is_column = kind == "partial", kind == "divided" and not _needs_no_sum(m)
+        is_row, is_column = kind == "partial", kind == "divided"
+        if is_column:  # ids have no gradient, and ranks read different channels of groups
+            is_column = not (hasattr(m, "num_embeddings") or getattr(m, "groups", 1) > 1)
         has_bias = m._parameters.get("bias") is not None and path not in after
         is_norm = isinstance(m, nn.LayerNorm | nn.RMSNorm) and path not in replaced
         found[FORWARD] += [path] * (is_row and not around & (after | replaced))
@@ -64,11 +66,6 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
         found[BIAS] += [path] * bool(is_row and has_bias and around & after - replaced)
         found[STATISTICS] += [path] * (is_norm and f"{path}.weight" in placed)
     yield from ((bad, problem) for problem, bad in found.items() if bad)
-
-
-def _needs_no_sum(module: Any) -> bool:
-    """Return True for a grouped convolution (ranks read different channels) and an embedding (no input gradient)."""
-    return hasattr(module, "num_embeddings") or getattr(module, "groups", 1) > 1
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:

@@ -160,7 +160,8 @@ class Search:
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         makes = [*plan, *structural, self._gathered]
-        return [*map(_seamed, makes), *makes] if self.is_cut else makes
+        seamed = lambda make: lambda config, model: with_seams(make(config, model), model)  # noqa: E731
+        return [*map(seamed, makes), *makes] if self.is_cut else makes
 
     def _has_plan(self) -> bool:
         """Return whether the config's tp plan in `transformers` can be made a table of sharding rules (with dropout it
@@ -234,10 +235,6 @@ class Search:
         took = round(time.perf_counter() - self.begin, 2)
         shapes = shapes_per_rank(table, frozen, model, self.sizes[0])
         return Proof(frozen, self.left_whole, self.sizes, table, shapes, round(share, 3), took)
-
-
-def _seamed(make: Make) -> Make:
-    return lambda config, model: with_seams(make(config, model), model)
 
 
 def problem_of(trial: Trial) -> str:

@@ -100,7 +100,8 @@ def plan_layout(
         raise WeightsError("save", "max_shard_size", problem, 'pass e.g. "5GB"') from error
     headers, sizes, slots = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
-        ordered = _aligned([by_name[name] for name in names])
+        specs_of_file = [by_name[name] for name in names]  # wide dtypes first: each is aligned
+        ordered = sorted(specs_of_file, key=lambda spec: (-ORDER[torch_dtype(spec)], spec.name))
         headers[file] = header = _header(ordered, metadata)
         end = len(header)
         for spec in ordered:
@@ -112,11 +113,6 @@ def plan_layout(
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     indexes = {index_name(stem): text} if split.is_sharded else {}
     return Layout(headers, sizes, slots, indexes)
-
-
-def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:
-    """Sort the tensors of a file by falling dtype width, as the safetensors library does, so that each is aligned."""
-    return sorted(specs, key=lambda spec: (-ORDER[torch_dtype(spec)], spec.name))
 
 
 def _header(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:

@@ -31,14 +31,12 @@ def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
     return found
 
 
-def _divides_tokens(table: Table) -> bool:
-    return any(isinstance(d, Sync) and d.sequence_axis is not None for d in _directives(table))
-
-
 FEATURES: dict[str, Callable[[Table], bool]] = {
     "tp": _any(Shard, mesh_dim="tp"),
     "pp": lambda table: bool(table.blocks),
-    "sequence_parallel": _divides_tokens,
+    "sequence_parallel": lambda table: any(
+        isinstance(d, Sync) and d.sequence_axis is not None for d in _directives(table)
+    ),
     "vocab_parallel": _any(Shard, pad=True),
     "uneven": _any(Shard, uneven=True),
     "shared_kv_heads": _any(Shard, replicate=True),

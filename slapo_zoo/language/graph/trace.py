@@ -145,7 +145,8 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
         other, others, _ = _record(call, leaves, flatten, not mode)
     except ScheduleError:  # then the graph runs in one mode only
         other, others = None, constants
-    if not _same_tensors(constants, others):
+    same = (x.is_meta or torch.equal(x, others[k]) for k, x in constants.items() if k in others)
+    if constants.keys() != others.keys() or not all(same):
         other = None
     merge(graph, mode, other, call.where)
     for node in graph.nodes:
@@ -182,10 +183,6 @@ def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool)
     constants = {k: v for k, v in new.items() if isinstance(v, Tensor)}
     graph.eliminate_dead_code(is_impure_node=has_effect)
     return graph, constants, tracer
-
-
-def _same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].is_meta or torch.equal(a[k], b[k]) for k in a)
 
 
 def _forget_values(node: fx.Node) -> None:

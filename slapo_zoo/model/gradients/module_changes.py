@@ -107,7 +107,8 @@ def _problem(
     held = module._parameters.get(leaf)
     if held is None:
         made = [n for n in (f"{leaf}_orig", "parametrizations") if hasattr(module, n)]
-        made += [] if hasattr(module, leaf) else [type(module).__name__]
+        if not made and not hasattr(module, leaf):
+            made = [type(module).__name__]
         return f"the parameter was replaced by {made[0]}" if made else ""
     kept_elsewhere = is_divided(held) or held.is_meta or not held.numel()  # in an engine
     if kept_elsewhere or tuple(held.shape) == wanted:

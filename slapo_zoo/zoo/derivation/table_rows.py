@@ -298,7 +298,9 @@ def _rule(modules: Modules, pattern: str) -> Rule:
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
     if isinstance(first, nn.Embedding):
-        return vocab if modules.embedding is first or _large(first) else whole
+        is_large = first.num_embeddings >= 16 * first.embedding_dim
+        is_large = is_large and type(first).forward is nn.Embedding.forward
+        return vocab if modules.embedding is first or is_large else whole
     if modules.patterns[pattern][0] is modules.model.get_output_embeddings() and isinstance(first, nn.Linear):  # fmt: skip
         return vocab_head
     axes = {output_axis(module) for module in modules.patterns[pattern]}
@@ -306,10 +308,6 @@ def _rule(modules: Modules, pattern: str) -> Rule:
     if axis is not None and not others:
         return column_joined(axis)
     return _experts(first)
-
-
-def _large(embedding: nn.Embedding) -> bool:
-    return embedding.num_embeddings >= 16 * embedding.embedding_dim and type(embedding).forward is nn.Embedding.forward  # fmt: skip
 
 
 def _experts(module: nn.Module) -> Rule:
