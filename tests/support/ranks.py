@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 import shared_forkserver
+from releases import take_any_peft
 from slapo_zoo.parallel.ranks.emulation import emulate
 from slapo_zoo.parallel.ranks.launch import (
     collect,
@@ -175,6 +176,7 @@ def _work(pipe, port, stacks):
 
 def _run(job, data, store):
     _load_module(job.module, job.file)
+    take_any_peft()
     fn, args = pickle.loads(data)
     os.environ.update(rank_environment(job.rank, job.nprocs, job.port))
     seed_all()
