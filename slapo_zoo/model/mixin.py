@@ -17,7 +17,7 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.checkpoints.adapter_methods import Adapts
 from slapo_zoo.model.checkpoints.current_specs import extras_of, refresh_specs, written_as
 from slapo_zoo.model.gradients.batch_check import INTERVAL
-from slapo_zoo.model.gradients.module_changes import Structure
+from slapo_zoo.model.gradients.module_changes import COPIED, Structure
 from slapo_zoo.model.gradients.of_models import note
 from slapo_zoo.model.rank_memory import Memory, memory
 from slapo_zoo.model.step.forward import forward_of, uncompiled
@@ -76,6 +76,7 @@ class Scheduled(Adapts, Structure, Generates, Recomputes):
         new.schedule.state.index()
         note(new._slapo, new.named_parameters())
         call_parts_alone(new)
+        new.__dict__[COPIED] = True
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

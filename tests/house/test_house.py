@@ -8,7 +8,7 @@ from sources import CODE, ROOT, files, label, lines, tree
 
 MOST_LINES = 400
 MOST_ENTRIES = 16  # of slapo_zoo/, the link to kernels/ and py.typed among them
-LINE_BUDGET = 58_683
+LINE_BUDGET = 58_686
 VAGUE = {"utils", "util", "helpers", "common", "misc"}
 EVERYTHING = (*CODE, "hub_cards", "tests", "ci")
 

@@ -196,7 +196,7 @@ ERRORS = {
     "negative": ("head", "shard", ("weight", -1), {}, "head", "found axis -1, expected 0..1", "the shape"),
     "uneven": ("head", "shard", ("weight", 0), {}, "head", "axis 0 of 'weight': size 11 is not a multiple of mesh_dim tp=2", "pass uneven=True (ranks differ by one index) or pad=True"),
     "uneven group": ("head", "shard", ("weight", 0), {"groups": (5, 6)}, "head", "one of the groups (5, 6) is not a multiple of mesh_dim tp=2", "pass uneven=True (ranks differ by one index), or another tp"),
-    "groups": ("layers.0.attention.query", "shard", ("weight", 0), {"groups": (4, 5)}, "layers.0.attention.query", "the groups (4, 5) add up to 9", "legal sizes of tp: [1]"),
+    "groups": ("layers.0.attention.query", "shard", ("weight", 0), {"groups": (4, 5)}, "layers.0.attention.query", "groups (4, 5) add up to 9", "legal sizes of tp: [1]"),
     "unit": ("layers.0.attention.query", "shard", ("weight", 0), {"unit": 8}, "layers.0.attention.query", "1 units of 8 cannot be sharded over tp=2", "legal sizes of tp: [1]"),
     "mode": ("head", "sync", ("fwd", "all_reduce"), {}, "head", "found mode 'fwd', expected one of ('fwd_pre', 'fwd_post', 'bwd_post')", "fwd_post: outputs"),
     "op": ("head", "sync", ("fwd_post", "all_to_some"), {}, "head", "no sync op 'all_to_some'", "'all_gather', 'all_reduce'"),

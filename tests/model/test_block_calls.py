@@ -109,3 +109,34 @@ def test_block_that_two_models_share_is_refused_under_zero(folder, ranks):
     """With tp beside, gradients of its replicated heads would be summed over tp once for each model."""
     for said in ranks.run(with_a_block_of_another_model, 2, folder):
         assert "or a block were replaced since the load" in said
+
+
+def with_the_encoder_of_another_model(make):
+    """Return the losses of two models that share one encoder and train together."""
+    one, other = make().eval(), make().eval()
+    other.bert.encoder = one.bert.encoder
+    optimizer = torch.optim.SGD({*one.parameters(), *other.parameters()}, lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = one(**batch_of(BERT)).loss + other(**batch_of(BERT)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loaded_twice(folder, mesh):
+    return with_the_encoder_of_another_model(
+        lambda: AutoScheduledModel.from_pretrained(folder, **mesh)
+    )
+
+
+def test_encoder_that_two_sharded_models_share_has_the_losses_of_plain_transformers(
+    folder, threads
+):
+    want = with_the_encoder_of_another_model(
+        lambda: getattr(transformers, BERT.cls).from_pretrained(folder)
+    )
+    for found in threads.run(loaded_twice, 2, folder, {"tp": 2}):
+        assert found == pytest.approx(want, rel=1e-4)

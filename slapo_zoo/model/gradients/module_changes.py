@@ -22,6 +22,7 @@ _NO_WRAPPER = (
     "init_target_engine(model, 'torch', data_parallel='ddp' or 'fsdp2'); with Accelerate slapo_zoo.prepare"
 )
 WHOLE = "_slapo_whole"  # attribute of a submodule that may be called alone: function that returns its model
+COPIED = "_slapo_copied"  # attribute of a model that is a deep copy of another
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -42,7 +43,8 @@ def require_known_weights(model: Any, step: str) -> None:
     """
     runtime, mesh = model._slapo, model.mesh
     for path, module in model.named_modules() if mesh.world_size > 1 else ():
-        if vars(module).get(WHOLE, lambda: model)() is not model:
+        whole = vars(module).get(WHOLE, lambda: model)()
+        if whole is not model and COPIED in vars(whole):
             problem = "the module is that of a deep copy of the model, and computes as that does"
             hint = "copy the weights instead: module.load_state_dict(copy.state_dict())"
             raise SlapoError(step, path, problem, hint)
